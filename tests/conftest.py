@@ -1,0 +1,49 @@
+"""Fixtures for every test: a device, deterministic numbers, tables that start empty and end empty."""
+
+from __future__ import annotations
+
+import gc
+import os
+from collections.abc import Iterator
+
+import hypothesis
+import pytest
+import torch
+
+from torch_offload import ledger
+
+hypothesis.settings.register_profile(
+    "default", deadline=None, suppress_health_check=[hypothesis.HealthCheck.too_slow], max_examples=60
+)
+hypothesis.settings.register_profile("ci", hypothesis.settings.get_profile("default"), derandomize=True)
+hypothesis.settings.load_profile("ci" if os.environ.get("CI") else "default")
+
+torch.set_num_threads(1)
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--device", choices=["cpu", "cuda"], help="run the device fixture on this device only")
+
+
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    if "device" in metafunc.fixturenames:
+        only = metafunc.config.getoption("--device")
+        devices = [only] if only else ["cpu", *(["cuda"] if torch.cuda.is_available() else [])]
+        metafunc.parametrize("device", devices)
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    if not torch.cuda.is_available():
+        for item in items:
+            if item.get_closest_marker("gpu"):
+                item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))
+
+
+@pytest.fixture(autouse=True)
+def _fresh_tables() -> Iterator[None]:
+    torch.manual_seed(0)
+    yield
+    gc.collect()
+    left = [entry.name for entry in ledger.entries()]
+    ledger.clear()
+    assert not left, f"the test left storages offloaded: {left}"

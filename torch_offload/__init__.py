@@ -1,0 +1,49 @@
+"""Put a model's device memory away in host memory for the length of a block, and bring it back bit for bit."""
+
+from .errors import (
+    DeviceMemoryError,
+    GradientsError,
+    HostMemoryError,
+    IntegrityError,
+    MirrorMismatchError,
+    OffloadedTensorError,
+    OffloadError,
+    SharedStorageError,
+    TransitionError,
+    UnsupportedTargetError,
+)
+from .host_memory import PageableMirrorWarning
+from .offloader import Offloader, offloaded, reload, resident
+from .report import LeftRow, MirrorRow, Residency, TransitionReport
+from .strategies import Claim, OptimizerStrategy, PerParameterStrategy, Strategy, strategy_for
+from .transition import PreparedOffload
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "Claim",
+    "DeviceMemoryError",
+    "GradientsError",
+    "HostMemoryError",
+    "IntegrityError",
+    "LeftRow",
+    "MirrorMismatchError",
+    "MirrorRow",
+    "OffloadError",
+    "OffloadedTensorError",
+    "Offloader",
+    "OptimizerStrategy",
+    "PageableMirrorWarning",
+    "PerParameterStrategy",
+    "PreparedOffload",
+    "Residency",
+    "SharedStorageError",
+    "Strategy",
+    "TransitionError",
+    "TransitionReport",
+    "UnsupportedTargetError",
+    "offloaded",
+    "reload",
+    "resident",
+    "strategy_for",
+]

@@ -1,0 +1,95 @@
+"""The few calls that differ between CUDA/HIP, other accelerators and the CPU. Nothing here knows about offloading."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+
+CPU = torch.device("cpu")
+_PORTABLE = 1  # cudaHostRegisterPortable
+
+
+def resolve(device: torch.device | str | int | None) -> torch.device:
+    """The device a target is offloaded from: the one given, else the current accelerator, else the CPU.
+
+    A device without an index stands for every device of its type.
+    """
+    if device is not None:
+        return torch.device(device)
+    found = torch.accelerator.current_accelerator(check_available=True)
+    return CPU if found is None else torch.device(found.type)
+
+
+def covers(device: torch.device, other: torch.device) -> bool:
+    """Whether memory on ``other`` belongs to ``device``, as `resolve` gave it."""
+    return device.type == other.type and (device.index is None or device.index == other.index)
+
+
+def accelerators(devices: Iterable[torch.device]) -> list[torch.device]:
+    """The devices that have memory of their own, each once."""
+    return sorted({d for d in devices if d.type not in ("cpu", "meta")}, key=str)
+
+
+def synchronize(devices: Iterable[torch.device]) -> None:
+    """Wait for all streams of these devices."""
+    for device in accelerators(devices):
+        torch.accelerator.synchronize(device)
+
+
+def empty_cache(devices: Iterable[torch.device]) -> None:
+    """Give wholly free segments back to the driver."""
+    if accelerators(devices):
+        torch.accelerator.empty_cache()
+
+
+def allocated_nbytes(devices: Iterable[torch.device]) -> int | None:
+    """Bytes that tensors hold on these devices, from the caching allocator; None where there is none (the CPU)."""
+    found = accelerators(devices)
+    return sum(torch.accelerator.memory_allocated(d) for d in found) if found else None
+
+
+def reserved_nbytes(devices: Iterable[torch.device]) -> int | None:
+    """Bytes that the caching allocator holds from the driver; None where there is none (the CPU)."""
+    found = accelerators(devices)
+    return sum(torch.accelerator.memory_reserved(d) for d in found) if found else None
+
+
+def driver_free_nbytes(devices: Iterable[torch.device]) -> int | None:
+    """Bytes that the driver calls free. Other processes move this number. None on the CPU."""
+    found = [d for d in accelerators(devices) if d.type == "cuda"]
+    return sum(torch.cuda.mem_get_info(d)[0] for d in found) if found else None
+
+
+def is_capturing() -> bool:
+    """Whether the current stream records a graph; a wait or an allocation would break that capture."""
+    return torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()
+
+
+def registers_host_memory(device: torch.device) -> bool:
+    """Whether memory of our own can be page-locked for this device (CUDA and HIP)."""
+    return device.type == "cuda"
+
+
+def register_host(pointer: int, nbytes: int) -> bool:
+    """Page-lock ``nbytes`` bytes at ``pointer`` for every CUDA/HIP context of the process; False where the driver refuses.
+
+    A refused call leaves an error behind that the next kernel launch would report as its own (seen with CUDA 13 on
+    an H200), so one launch is spent on it here.
+    """
+    if int(_runtime().cudaHostRegister(pointer, nbytes, _PORTABLE)) == 0:
+        return True
+    with contextlib.suppress(RuntimeError):
+        torch.zeros(1, device="cuda")
+    return False
+
+
+def unregister_host(pointer: int) -> None:
+    """Undo `register_host`. Must come before the memory is unmapped, and breaks a capture on any stream."""
+    _runtime().cudaHostUnregister(pointer)
+
+
+def _runtime() -> Any:
+    return torch.cuda.cudart()  # type: ignore[no-untyped-call]

@@ -1,0 +1,270 @@
+"""Offloaded tensors answer for themselves: the class of each is exchanged for a subclass that refuses or serves.
+
+Deny by default. Metadata and `repr` pass; `detach`, `.data` and `view_as` give guarded aliases; host reads and pickling are
+answered from the mirror; `copy_` writes the mirror. Everything else raises an error that names the tensor. torch's own
+`UninitializedParameter` sets the precedent for a class that is exchanged.
+
+[Note: the tag]
+A guard is found from its tensor through the tensor's `__dict__`, and the tensor from its guard by a plain reference: a cycle
+that the garbage collector sees. A weak reference would do as well but for `torch.utils.swap_tensors`, which stops on one
+with an error that names nothing.
+
+[Note: what asks no class]
+A backward through a graph that was built before reads its saved tensors, and accumulates into gradients, in C++. The version
+counters of guarded tensors are moved while they are offloaded and put back afterwards, so a saved tensor is refused before it
+is read; a hook on the parameter of an offloaded gradient raises before accumulation.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+import torch
+
+from . import ledger, serving
+from .errors import OffloadedTensorError
+from .ledger import Entry
+
+_TAG = "_torch_offload_guard"
+
+
+class Guard:
+    """What one tensor was before it was guarded.
+
+    Attributes:
+        tensor: the tensor; see [Note: the tag].
+        cls: its class.
+        version: its version counter; None where it has none of its own to put back.
+        name: for messages.
+        entry: the ledger's entry of its storage.
+    """
+
+    __slots__ = ("__weakref__", "cls", "entry", "name", "tensor", "version")
+
+    def __init__(self, tensor: torch.Tensor, name: str, entry: Entry, *, costume: type | None = None) -> None:
+        self.tensor, self.name, self.entry = tensor, name, entry
+        self.cls = type(tensor)
+        self.version = None if costume or tensor.is_inference() else tensor._version
+        entry.guards.append(weakref.ref(self))
+        tensor.__dict__[_TAG] = self
+        if self.version is not None:
+            _set_version(tensor, self.version + 1)
+        tensor.__class__ = costume or _guarded_class(self.cls)
+
+    def lift(self) -> None:
+        """Make the tensor what it was. Calling it twice is harmless."""
+        tensor = self.tensor
+        if self.version is not None:
+            _set_version(tensor, self.version + self.entry.writes)
+        if type(tensor) in _bases:
+            tensor.__class__ = self.cls
+        tensor.__dict__.pop(_TAG, None)
+
+
+def guard(tensors: Iterable[tuple[torch.Tensor, str]], entry: Entry) -> None:
+    """Guard these tensors, named for messages, until `lift` is called for their entry."""
+    for tensor, name in tensors:
+        if guard_of(tensor) is None:
+            Guard(tensor, name, entry)
+
+
+def guard_of(tensor: torch.Tensor) -> Guard | None:
+    """The tensor's guard, if it has one."""
+    return tensor.__dict__.get(_TAG) if type(tensor) in _bases else None
+
+
+def lift(entry: Entry) -> None:
+    """Free every tensor that was guarded for this entry, newest first, and its barriers. Calling it twice is harmless."""
+    for reference in reversed(entry.guards):
+        found = reference()
+        if found is not None:
+            found.lift()
+    for reference in entry.barriers:
+        barrier = reference()
+        if barrier is not None:
+            barrier.remove()
+
+
+class Barrier:
+    """A hook that stops a backward before it accumulates into an offloaded gradient, in C++ and past every class.
+
+    The parameter's own hooks keep it alive, and the entry refers to it weakly.
+    """
+
+    def __init__(self, parameter: torch.Tensor, name: str, entry: Entry) -> None:
+        self._parameter, self._name, self._entry = parameter, name, entry
+        self._had_hooks = parameter._backward_hooks is not None
+        entry.barriers.append(weakref.ref(self))
+        self._handle: Any = parameter.register_hook(self._refuse)  # type: ignore[no-untyped-call]
+
+    def _refuse(self, _incoming: torch.Tensor) -> None:
+        gradient = self._parameter.grad
+        found = None if gradient is None else guard_of(gradient)
+        if found is not None and found.entry is self._entry and self._entry.offloaded:
+            raise _refusal("backward() would accumulate into", self._name, self._entry)
+
+    def remove(self) -> None:
+        """Leave no trace on the parameter. Calling it twice is harmless."""
+        self._handle.remove()
+        if not self._had_hooks and not self._parameter._backward_hooks:
+            self._parameter._backward_hooks = None
+
+
+def _set_version(tensor: torch.Tensor, version: int) -> None:
+    torch._C._autograd._unsafe_set_version_counter((tensor,), (version,))
+
+
+# The guarded classes ---------------------------------------------------------------------------------------------------
+
+_classes: dict[type, type] = {}
+_bases: dict[type, type] = {}
+
+
+def _guarded_class(base: type) -> type:
+    if base not in _classes:
+        members = {
+            "__slots__": (),
+            "__module__": __name__,
+            "__doc__": f"A {base.__name__} whose memory is offloaded.",
+            "__torch_function__": classmethod(_torch_function),
+            "__repr__": _repr,
+            "__format__": _format,
+            "__reduce_ex__": _reduce_ex,
+            "__copy__": _copy,
+            **{name: _refusing(name) for name in serving.UNSEEN if hasattr(base, name)},
+        }
+        made = type(base)(f"Offloaded{base.__name__}", (base,), members)
+        _bases[made] = base
+        _classes[base] = made
+    return _classes[base]
+
+
+def _torch_function(_cls: type, func: Any, _types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
+    kwargs = kwargs or {}
+    if serving.is_metadata(func, args):
+        return _plainly(func, args, kwargs)
+    things = (*args, *kwargs.values())
+    was_guarded = any(_guards_in(things))
+    with ledger.LOCK:
+        found = list(_guards_in(things))
+        stale = [guard for guard in found if not guard.entry.holds_tensors()]  # left by an interrupted reload
+        for guard in stale:
+            guard.lift()
+        if stale or (was_guarded and not found):  # or another thread reloaded while this one waited
+            return func(*args, **kwargs)
+        first = guard_of(args[0]) if args and isinstance(args[0], torch.Tensor) else None
+        if first is not None:
+            if func in serving.ALIASES:
+                return _alias(first, _plainly(func, args, kwargs))
+            if func is torch.Tensor.copy_:
+                return _copy_into(first, *args[1:], **kwargs)
+            if serving.is_host_read(func, args, kwargs):
+                return getattr(serving.host_copy(first.tensor, _served(first)), func.__name__)(*args[1:], **kwargs)
+        what = f"{getattr(func, '__name__', func)} needs the memory of"
+        if not found:
+            raise OffloadedTensorError(f"{what} an offloaded tensor, handed over in a container. Call reload() first")
+        raise _refusal(what, found[0].name, found[0].entry)
+
+
+def _plainly(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    with torch._C.DisableTorchFunctionSubclass():
+        return func(*args, **kwargs)
+
+
+def _guards_in(things: Iterable[Any]) -> Iterator[Guard]:
+    for thing in things:
+        if isinstance(thing, torch.Tensor):
+            found = guard_of(thing)
+            if found is not None:
+                yield found
+        elif isinstance(thing, (list, tuple)):
+            yield from _guards_in(thing)
+        elif isinstance(thing, dict):
+            yield from _guards_in(thing.values())
+
+
+def _refusal(what: str, name: str, entry: Entry) -> OffloadedTensorError:
+    if not entry.offloaded:
+        return OffloadedTensorError(
+            f"{what} {name!r}, which a prepared transition is about to offload. Call commit() and reload(), or abandon()"
+        )
+    return OffloadedTensorError(
+        f"{what} {name!r}, which is offloaded. Call reload() on its Offloader, leave the offloaded() block, or call "
+        "torch_offload.reload(tensor) first"
+    )
+
+
+def _served(guard: Guard) -> Entry:
+    """The entry whose mirror answers for the tensor."""
+    guard.entry.check_process()
+    if not guard.entry.offloaded:
+        raise _refusal("a host read cannot be served for", guard.name, guard.entry)
+    return guard.entry
+
+
+def _alias(source: Guard, tensor: torch.Tensor) -> torch.Tensor:
+    """Guard an alias that was made while offloaded.
+
+    It wears its source's class, as `torch.nn.Parameter(w)` asks of `w.detach()`, and is a plain tensor once reloaded.
+    """
+    Guard(tensor, source.name, source.entry, costume=type(source.tensor))
+    return tensor
+
+
+def _copy_into(guard: Guard, source: Any, non_blocking: bool = False) -> torch.Tensor:  # noqa: ARG001  (always waits)
+    entry = _served(guard)
+    if entry.slot is None:
+        raise _refusal("copy_ would write what was discarded,", guard.name, entry)
+    if torch.is_grad_enabled() and (guard.tensor.requires_grad or source.requires_grad):
+        raise _refusal("copy_ is recorded by autograd (write under torch.no_grad()) on", guard.name, entry)
+    other = guard_of(source)
+    serving.write(guard.tensor, entry, source if other is None else serving.host_copy(source, _served(other)))
+    return guard.tensor
+
+
+def _refusing(name: str) -> Any:
+    def refuse(self: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        found = guard_of(self)
+        if found is not None and found.entry.holds_tensors():
+            raise _refusal(f"{name} is not possible on", found.name, found.entry)
+        return getattr(super(type(self), self), name)(*args, **kwargs)
+
+    return refuse
+
+
+def _repr(self: torch.Tensor) -> str:
+    found = guard_of(self)
+    if found is None:
+        return object.__repr__(self)
+    return (
+        f"<offloaded {found.cls.__name__} {found.name!r}, shape={tuple(self.shape)}, dtype={self.dtype}, "
+        f"device={str(self.device)!r}, requires_grad={self.requires_grad}>"
+    )
+
+
+def _format(self: torch.Tensor, spec: str) -> str:
+    return format(self.item(), spec) if spec else repr(self)
+
+
+def _copy(self: torch.Tensor) -> torch.Tensor:
+    """`copy.copy` would go through pickling and give a host tensor on the mirror's memory."""
+    return self.clone()
+
+
+def _reduce_ex(self: torch.Tensor, protocol: Any) -> Any:
+    """Pickled as a host tensor of the true class, straight from the mirror: a saved slice keeps its storage's size and
+    tied tensors stay tied."""
+    with ledger.LOCK:
+        found = guard_of(self)
+        if found is not None and found.entry.holds_tensors():
+            host: Any = serving.host_view(self, _served(found).host_storage())
+            host.requires_grad_(self.requires_grad)
+            host.__class__ = found.cls
+            host.__dict__.update({key: value for key, value in self.__dict__.items() if key != _TAG})
+            return host.__reduce_ex__(protocol)
+        if found is not None:
+            found.lift()
+    again: Any = self
+    return again.__reduce_ex__(protocol)

@@ -1,0 +1,217 @@
+"""Who is offloaded, and what is remembered of a target: the two process-wide tables, both weak.
+
+The *ledger* maps a storage to its `Entry`. A storage is offloaded if, and only if, its entry says so; that its size is 0
+proves nothing, since a foreign `set_` regrows a freed storage. The flag is raised before the memory is given up and lowered
+after the bytes are back and verified, so a transition that is cut anywhere leaves every byte recoverable, and the next call
+finishes it. An entry is there from before its tensors are guarded until after the last of them is free again.
+
+The *targets* map a module or optimizer to its `TargetState`: the components that are away, the mirror, the open contexts.
+
+[Note: nothing is held]
+Neither table keeps a tensor, a storage or a target alive. When an offloaded storage dies, a callback notes it (it may run in
+any thread, even inside a locked region of its own) and the next call gives its slot back to the mirror.
+"""
+
+from __future__ import annotations
+
+import collections
+import enum
+import functools
+import os
+import threading
+import weakref
+from collections.abc import Callable, Iterator, MutableMapping
+from typing import Any
+
+import torch
+from torch.utils.weak import WeakIdKeyDictionary
+
+from . import host_memory
+from .errors import TransitionError
+from .mirror import PinnedMirror, Slot
+from .storage import Storage
+
+LOCK = threading.RLock()  # transitions and reads from mirrors exclude each other
+
+
+class Stage(enum.Enum):
+    """How far an entry is. Only OFFLOADED means that the mirror, not the device, holds the bytes that count."""
+
+    PREPARED = enum.auto()  # tensors guarded, bytes on the device, perhaps in the mirror too
+    OFFLOADED = enum.auto()  # bytes in the mirror alone
+    RELOADED = enum.auto()  # bytes on the device again; the tensors are being freed
+
+
+class Entry:
+    """Where the bytes of one storage are while it is offloaded.
+
+    Attributes:
+        stage: how far it is.
+        storage: weak reference to the storage.
+        nbytes: its size in bytes when resident.
+        name: the name of its first claim, for messages.
+        mirror: weak reference to the mirror that lent the slot.
+        slot: the host memory; None for bytes that were discarded and come back as zeros.
+        checksum: of the bytes in the slot; None if unknown.
+        writes: how many times the mirror was written on purpose.
+        guards: weak references to the guards of the tensors on it (guard.py).
+        barriers: weak references to what stops a backward from accumulating into it (guard.py).
+        claims: (target's state, component, name) for each claim on it, to notice a name that is re-pointed meanwhile.
+    """
+
+    def __init__(self, storage: Storage, name: str, mirror: PinnedMirror) -> None:
+        self.stage = Stage.PREPARED
+        self.cdata = storage._cdata
+        self.storage = weakref.ref(storage, functools.partial(_died, self.cdata))
+        self.nbytes = storage.nbytes()
+        self.device = storage.device
+        self.name = name
+        self.mirror = weakref.ref(mirror)
+        self.slot: Slot | None = None
+        self.checksum: int | None = None
+        self.writes = 0
+        self.guards: list[weakref.ref[Any]] = []
+        self.barriers: list[weakref.ref[Any]] = []
+        self.claims: list[tuple[weakref.ref[TargetState], str, str]] = []
+        self.pid = os.getpid()
+        self._export: weakref.ref[Storage] | None = None
+
+    @property
+    def offloaded(self) -> bool:
+        return self.stage is Stage.OFFLOADED
+
+    def is_current(self) -> bool:
+        """Whether the ledger still has this entry."""
+        return _entries.get(self.cdata) is self
+
+    def holds_tensors(self) -> bool:
+        """Whether its tensors are to be guarded."""
+        return self.stage is not Stage.RELOADED and self.is_current()
+
+    def is_claimed_by(self, state: TargetState) -> bool:
+        """Whether one of its claims was made for this target."""
+        return any(reference() is state for reference, _, _ in self.claims)
+
+    def check_process(self) -> None:
+        """Raise in a forked child, which has no mirror.
+
+        Raises:
+            TransitionError: this is another process than the one that offloaded.
+        """
+        if self.pid != os.getpid():
+            raise TransitionError(
+                f"{self.name!r} was offloaded by process {self.pid}, and its mirror is not in this forked child. Reload "
+                "before you fork, or read it in the parent"
+            )
+
+    def host_storage(self) -> Storage:
+        """A host storage of exactly ``nbytes`` bytes that shares the mirror's memory; the same one while it is in use.
+
+        Handed to whoever saves: it may be moved to shared memory by `multiprocessing`, which must not move the mirror.
+        """
+        self.check_process()
+        if self.slot is None:
+            return torch.zeros(self.nbytes, dtype=torch.uint8).untyped_storage()
+        storage = self._export() if self._export is not None else None
+        if storage is None:
+            storage = self.slot.view().untyped_storage()
+            self._export = weakref.ref(storage)
+        return storage
+
+    def written(self) -> None:
+        """Note that the mirror's bytes were changed on purpose."""
+        self.writes += 1
+        self._export = None
+
+    def release(self) -> None:
+        """Leave the ledger; the slot waits in its mirror again. Calling it twice is harmless.
+
+        A slot that somebody still saves from is not used again: its memory is theirs until they are done.
+        """
+        mirror = self.mirror()
+        if self.slot is not None and mirror is not None:
+            exported = self._export is not None and self._export() is not None
+            (mirror.lend if exported else mirror.give)(self.slot)
+        if self.is_current():
+            del _entries[self.cdata]
+
+
+class TargetState:
+    """What is remembered of a target.
+
+    Attributes:
+        away: the components that are to be away.
+        mirrors: its host memory, by type of device; made at the first offload.
+        contexts: the open contexts over it, innermost last.
+        barriers: for each component that is away, what undoes the hooks that were set on the target for it.
+        lost: (component, name) of storages that died while they were offloaded.
+    """
+
+    def __init__(self) -> None:
+        self.away: set[str] = set()
+        self.mirrors: dict[str, PinnedMirror] = {}
+        self.contexts: list[Any] = []
+        self.barriers: list[Callable[[], None]] = []
+        self.lost: set[tuple[str, str]] = set()
+
+    def mirror_for(self, device: torch.device) -> PinnedMirror:
+        """The mirror for storages on this device."""
+        return self.mirrors.setdefault(device.type, PinnedMirror(device))
+
+
+_entries: dict[int, Entry] = {}
+_targets: MutableMapping[Any, TargetState] = WeakIdKeyDictionary()
+_dead: collections.deque[int] = collections.deque()
+
+
+def _died(cdata: int, _reference: object) -> None:
+    _dead.append(cdata)
+
+
+def entry_of(storage: Storage) -> Entry | None:
+    """The storage's entry; None while it is resident and in no transition."""
+    entry = _entries.get(storage._cdata)
+    return entry if entry is not None and entry.storage() is storage else None
+
+
+def is_offloaded(storage: Storage) -> bool:
+    """Whether the mirror, not the device, holds the storage's bytes."""
+    entry = entry_of(storage)
+    return entry is not None and entry.offloaded
+
+
+def add(entry: Entry) -> None:
+    """Enter a storage that is about to be offloaded."""
+    _entries[entry.cdata] = entry
+
+
+def entries() -> Iterator[Entry]:
+    """The entries whose storages are alive."""
+    return (entry for entry in list(_entries.values()) if entry.storage() is not None)
+
+
+def state_of(target: object) -> TargetState:
+    """What is remembered of a target; a new state for a new one. Held weakly."""
+    state = _targets.get(target)
+    if state is None:
+        state = _targets[target] = TargetState()
+    return state
+
+
+def drain() -> None:
+    """Give back what died since the last call: the slots of dead storages, and retired pinned pages."""
+    while _dead:
+        entry = _entries.get(_dead.popleft())
+        if entry is not None and entry.storage() is None:
+            for state, component, name in entry.claims if entry.offloaded else ():
+                if (owner := state()) is not None:
+                    owner.lost.add((component, name))
+            entry.release()
+    host_memory.drain()
+
+
+def clear() -> None:
+    """Forget everything, for tests."""
+    _entries.clear()
+    _targets.clear()
+    drain()

@@ -1,0 +1,180 @@
+"""The persistent pinned mirror: host memory for many storages, taken once and used again by size.
+
+[Note: exactly one host byte per byte]
+A mirror never holds an old and a new copy at once. Memory is used again by exact size; what a storage left behind that
+has died, or that comes back under its name in another size, is given up *before* new memory is taken. A block holds the
+small slots of one call together and a large slot alone, and goes back to the operating system when its last slot is given up.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import weakref
+from collections.abc import Sequence
+
+import torch
+
+from . import host_memory
+from .host_memory import HostBlock
+
+_ALIGNMENT = 64
+_BLOCK = 64 * 2**20  # small slots share blocks of about this size
+
+
+class Slot:
+    """A storage's place in a mirror.
+
+    Attributes:
+        bytes: uint8 tensor of shape ``(nbytes,)`` on a host storage of exactly that size.
+        name: the name its bytes were offloaded under last.
+        origin: weak reference to the device storage they came from, or None.
+        checksum: what `transfer.checksum` said of them; None where they are not known to equal ``origin``'s.
+    """
+
+    __slots__ = ("__weakref__", "block", "bytes", "checksum", "name", "offset", "origin")
+
+    def __init__(self, block: HostBlock, offset: int, nbytes: int) -> None:
+        self.block = block
+        self.offset = offset
+        self.bytes = block.tensor(offset, nbytes)
+        self.name = ""
+        self.origin: weakref.ref[torch.UntypedStorage] | None = None
+        self.checksum: int | None = None
+
+    @property
+    def nbytes(self) -> int:
+        return self.bytes.numel()
+
+    def view(self) -> torch.Tensor:
+        """Another tensor like `bytes`, on a host storage of its own."""
+        return self.block.tensor(self.offset, self.nbytes)
+
+    def is_of(self, storage: torch.UntypedStorage) -> bool:
+        """Whether the bytes were copied from this very storage."""
+        return self.origin is not None and self.origin() is storage
+
+    def is_abandoned(self) -> bool:
+        """Whether the storage it belonged to is dead."""
+        return self.origin is None or self.origin() is None
+
+
+@dataclasses.dataclass(frozen=True)
+class Need:
+    """One storage that wants a slot of ``nbytes`` bytes."""
+
+    storage: torch.UntypedStorage
+    nbytes: int
+    name: str
+
+
+class PinnedMirror:
+    """Host memory of one target: it keeps the slots that wait, and lends the others.
+
+    Example:
+        >>> mirror = PinnedMirror(torch.device("cpu"))
+        >>> weight = torch.ones(3)
+        >>> [[slot]] = take([(mirror, [Need(weight.untyped_storage(), 12, "weight")])])
+        >>> slot.bytes.shape, slot.bytes.dtype
+        (torch.Size([12]), torch.uint8)
+        >>> mirror.lend(slot); mirror.give(slot)
+
+    Args:
+        device: the accelerator whose copies the memory is page-locked for, or the CPU for plain memory.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self._idle: dict[int, Slot] = {}
+        self._blocks: weakref.WeakSet[HostBlock] = weakref.WeakSet()
+
+    @property
+    def nbytes(self) -> int:
+        """Host memory held, in bytes: lent and idle, whole pages."""
+        return sum(block.nbytes for block in self._blocks)
+
+    @property
+    def pinned(self) -> bool:
+        """Whether every block is page-locked."""
+        return all(block.pinned for block in self._blocks)
+
+    def lend(self, slot: Slot) -> None:
+        """Take a slot out of those that wait. Calling it twice is harmless."""
+        self._idle.pop(id(slot), None)
+
+    def give(self, slot: Slot) -> None:
+        """Let a slot wait to be taken again. Calling it twice is harmless."""
+        self._idle[id(slot)] = slot
+
+    def close(self) -> None:
+        """Give the memory that waits back to the operating system."""
+        self._idle.clear()
+        host_memory.drain()
+
+    def _waiting(self, needs: Sequence[Need]) -> list[Slot | None]:
+        """A waiting slot for each need: the storage's own, else any of exactly its size, else None."""
+        own = {slot.origin(): slot for slot in self._idle.values() if slot.origin is not None}
+        found = [own.get(need.storage) for need in needs]
+        found = [slot if slot and slot.nbytes == need.nbytes else None for slot, need in zip(found, needs, strict=True)]
+        used = {id(slot) for slot in found}
+        by_size: dict[int, list[Slot]] = {}
+        for slot in sorted(self._idle.values(), key=lambda slot: slot.checksum is None):
+            if id(slot) not in used:
+                by_size.setdefault(slot.nbytes, []).append(slot)
+        for index, need in enumerate(needs):
+            if found[index] is None and by_size.get(need.nbytes):
+                found[index] = by_size[need.nbytes].pop()
+        return found
+
+    def _forget(self, names: set[str], keep: set[int]) -> None:
+        """Drop waiting slots whose storage is dead, or whose name now needs another size."""
+        for key, slot in list(self._idle.items()):
+            if key not in keep and (slot.name in names or slot.is_abandoned()):
+                del self._idle[key]
+
+    def _allocate(self, sizes: Sequence[int]) -> list[Slot]:
+        slots = []
+        for layout in _layouts(sizes):
+            block = HostBlock(layout[-1][0] + layout[-1][1], self.device)
+            self._blocks.add(block)
+            slots += [Slot(block, offset, nbytes) for offset, nbytes in layout]
+        return slots
+
+
+def take(requests: Sequence[tuple[PinnedMirror, Sequence[Need]]]) -> list[list[Slot]]:
+    """For each mirror, a slot of exactly the right size for each of its needs, in order.
+
+    Host memory is allocated (and page-locked) only for needs that no waiting slot fits, after all of it was found to be
+    available. Slots that waited still do until `PinnedMirror.lend` is called for them, so an interrupted caller loses none.
+
+    Raises:
+        HostMemoryError: the host cannot hold what is missing.
+    """
+    found = [mirror._waiting(needs) for mirror, needs in requests]
+    missing = [
+        [need for need, slot in zip(needs, slots, strict=True) if slot is None]
+        for (_, needs), slots in zip(requests, found, strict=True)
+    ]
+    for (mirror, _), slots, lacking in zip(requests, found, missing, strict=True):
+        if lacking:
+            mirror._forget({need.name for need in lacking}, {id(slot) for slot in slots})
+    if any(missing):
+        host_memory.drain()
+        sizes = [[need.nbytes for need in lacking] for lacking in missing]
+        host_memory.require(sum(offset + nbytes for each in sizes for *_, (offset, nbytes) in _layouts(each)))
+        for (mirror, _), slots, each in zip(requests, found, sizes, strict=True):
+            fresh = iter(mirror._allocate(each))
+            slots[:] = [slot or next(fresh) for slot in slots]
+    return [[slot for slot in slots if slot is not None] for slots in found]
+
+
+def _layouts(sizes: Sequence[int]) -> list[list[tuple[int, int]]]:
+    """The blocks for slots of these sizes, in order: for each block its slots' (offset, nbytes)."""
+    blocks: list[list[tuple[int, int]]] = []
+    end = _BLOCK
+    for nbytes in sizes:
+        if end + nbytes > _BLOCK:
+            blocks.append([])
+            end = 0
+        blocks[-1].append((end, nbytes))
+        end = -(-(end + nbytes) // _ALIGNMENT) * _ALIGNMENT
+    return blocks

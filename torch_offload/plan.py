@@ -1,0 +1,260 @@
+"""From what strategies describe to what is to move: claims grouped by storage, with names and policies."""
+
+from __future__ import annotations
+
+import dataclasses
+import sys
+import weakref
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+
+import torch
+
+from . import device as devices
+from . import ledger
+from .errors import MirrorMismatchError, SharedStorageError, UnsupportedTargetError
+from .ledger import Entry
+from .report import LeftRow
+from .storage import Holding, Storage, Verdict, examine, repair, storage_of
+from .strategies.base import Claim, Strategy
+from .transfer import Move
+
+_STRICTEST_FIRST = ("raise", "leave", "guard", "free")
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Named:
+    """A claim, the strategy that made it, and its full name."""
+
+    strategy: Strategy
+    claim: Claim
+    name: str
+
+
+@dataclasses.dataclass(eq=False)
+class Planned:
+    """One storage and everything that is claimed on it.
+
+    Attributes:
+        storage: the storage.
+        nbytes: its size in bytes when resident.
+        claims: at least one.
+        aliases: further tensors that strategies know on it.
+    """
+
+    storage: Storage
+    nbytes: int
+    claims: list[Named]
+    aliases: list[torch.Tensor] = dataclasses.field(default_factory=list)
+
+    @property
+    def name(self) -> str:
+        return self.claims[0].name
+
+    @property
+    def entry(self) -> Entry | None:
+        """The ledger's entry while the storage is offloaded."""
+        entry = ledger.entry_of(self.storage)
+        return entry if entry is not None and entry.offloaded else None
+
+    @property
+    def shared(self) -> str:
+        """The strictest policy of those who claim it."""
+        return min((named.strategy.shared for named in self.claims), key=_STRICTEST_FIRST.index)
+
+    def held_by(self, away: Mapping[int, frozenset[str]]) -> list[str]:
+        """The components that claim it and are to be resident."""
+        return sorted({
+            named.claim.component for named in self.claims if named.claim.component not in away[id(named.strategy)]
+        })  # fmt: skip
+
+    def is_wanted(self, away: Mapping[int, frozenset[str]]) -> bool:
+        """Whether some component that claims it is to be away."""
+        return any(named.claim.component in away[id(named.strategy)] for named in self.claims)
+
+    def is_claimed_as(self, component: str) -> bool:
+        """Whether this component claims it."""
+        return any(named.claim.component == component for named in self.claims)
+
+    def known(self) -> list[torch.Tensor]:
+        return [*(named.claim.tensor for named in self.claims), *self.aliases]
+
+    def move(self, verdict: Verdict) -> Move:
+        """How to offload it, guarding the aliases that the checker found as well."""
+        tensors = [(named.claim.tensor, named.name) for named in self.claims]
+        tensors += [(alias, self.name) for alias in (*self.aliases, *verdict.aliases)]
+        first = self.claims[0].strategy
+        return Move(
+            storage=self.storage,
+            name=self.name,
+            mirror=ledger.state_of(first.target).mirror_for(self.storage.device),
+            tensors=tensors,
+            gradients=[
+                (named.claim.of, named.name)
+                for named in self.claims
+                if named.claim.of is not None and named.claim.of.grad is named.claim.tensor
+            ],
+            claims=[
+                (weakref.ref(ledger.state_of(named.strategy.target)), named.claim.component, named.name)
+                for named in self.claims
+            ],
+            discard=all(named.claim.discard for named in self.claims),
+            read_only=all(named.strategy.read_only for named in self.claims),
+        )
+
+
+class Plan:
+    """What these strategies hold at this moment. It holds tensors: make one per call and drop it.
+
+    Args:
+        strategies: those whose targets are alive.
+        device: whose memory is meant, as `device.resolve` gave it.
+
+    Raises:
+        UnsupportedTargetError: a claim has no memory that could move (meta, fake, lazy, a wrapper subclass).
+    """
+
+    def __init__(self, strategies: Sequence[Strategy], device: torch.device) -> None:
+        self._strategies = strategies
+        self.storages: dict[int, Planned] = {}
+        self.elsewhere: list[LeftRow] = []
+        self.claims = list(_named(strategies))
+        for named in self.claims:
+            storage = _storage(named)
+            if storage is None:
+                self.elsewhere.append(LeftRow(named.name, _nbytes(named.claim.tensor), "sparse: it has no single storage"))
+            elif not devices.covers(device, storage.device):
+                if not named.claim.host:
+                    where = "already in host memory" if storage.device.type == "cpu" else f"on {storage.device}"
+                    self.elsewhere.append(LeftRow(named.name, storage.nbytes(), where))
+            else:
+                self._add(storage, named)
+        for strategy in strategies:
+            for alias in strategy.aliases():
+                planned = self.storages.get(storage_of(alias)._cdata)
+                if planned is not None:
+                    planned.aliases.append(alias)
+
+    def _add(self, storage: Storage, named: Named) -> None:
+        planned = self.storages.get(storage._cdata)
+        if planned is None:
+            entry = ledger.entry_of(storage)
+            nbytes = storage.nbytes() if entry is None else entry.nbytes
+            if nbytes == 0:
+                return
+            planned = self.storages[storage._cdata] = Planned(storage, nbytes, [])
+        planned.claims.append(named)
+
+    def check_names(self, away: Mapping[int, frozenset[str]]) -> None:
+        """Raise if a name that is away stands for other memory than when it was offloaded. Gradients come and go.
+
+        Raises:
+            MirrorMismatchError: with the name.
+        """
+        offloaded = {
+            (id(state), component, name): entry
+            for entry in ledger.entries()
+            if entry.offloaded
+            for reference, component, name in entry.claims
+            if (state := reference()) is not None
+        }
+        for named in self.claims:
+            component = named.claim.component
+            if component == "grads" or component not in away[id(named.strategy)]:
+                continue
+            state = ledger.state_of(named.strategy.target)
+            entry = offloaded.get((id(state), component, named.name))
+            is_other = entry is not None and entry.storage() is not _storage(named)
+            if is_other or (component, named.name) in state.lost:
+                raise MirrorMismatchError(
+                    f"{named.name!r} was re-pointed while offloaded: it now stands for other memory than the mirror has the "
+                    "bytes of. Put the offloaded tensor back under this name and call reload(), or call off.close() to keep "
+                    "what is there now; the next offload() builds the mirror anew"
+                )
+
+    def check_sizes(self, known: dict[tuple[int, str], tuple[int, torch.dtype]], components: frozenset[str]) -> None:
+        """Raise if a parameter's name stands for another size or dtype than in ``known``, which learns new names.
+
+        Raises:
+            MirrorMismatchError: with the name and both sizes.
+        """
+        for named in self.claims:
+            if named.claim.component != "params" or "params" not in components:
+                continue
+            tensor = named.claim.tensor
+            now = (tensor.numel() * tensor.element_size(), tensor.dtype)
+            then = known.setdefault((id(named.strategy), named.name), now)
+            if then != now:
+                raise MirrorMismatchError(
+                    f"{named.name!r} had {then[0]} bytes of {then[1]} at an earlier offload, and now {now[0]} of {now[1]}: "
+                    "something rebuilt it. If that was meant, call off.close(); the next offload() builds the mirror anew"
+                )
+
+    def outgoing(self, planned: Sequence[Planned]) -> tuple[list[Move], list[LeftRow]]:
+        """Which of these storages may be freed, and which are left because somebody else would notice.
+
+        Raises:
+            SharedStorageError: one has other holders and its policy is ``shared="raise"``.
+        """
+        verdicts = examine([(each.storage, each.known()) for each in planned])
+        moves, left = [], []
+        for each, verdict in zip(planned, verdicts, strict=True):
+            if _may_go(each.shared, verdict.holding):
+                moves.append(each.move(verdict))
+            elif each.shared == "raise":
+                raise SharedStorageError(f"{each.name!r} ({each.nbytes} bytes) is {verdict}. {repair(verdict)}")
+            else:
+                left.append(LeftRow(each.name, each.nbytes, f"{verdict}. {repair(verdict)}"))
+        return moves, left
+
+
+def _may_go(shared: str, holding: Holding) -> bool:
+    accepted = {
+        "raise": {Holding.EXCLUSIVE},
+        "leave": {Holding.EXCLUSIVE},
+        "guard": {Holding.EXCLUSIVE, Holding.ALIASED},
+        "free": set(Holding) - {Holding.NOT_RESIZABLE},
+    }
+    return holding in accepted[shared]
+
+
+def _named(strategies: Iterable[Strategy]) -> Iterator[Named]:
+    """Claims with full names: a state is named after its parameter, whichever target that is claimed by."""
+    claims = [(strategy, claim) for strategy in strategies for claim in strategy.claims()]
+    names = {id(claim.tensor): claim.name for _, claim in reversed(claims) if claim.of is None}
+    for strategy, claim in claims:
+        parts = [strategy.name, claim.name]
+        if claim.of is not None or claim.of_name:
+            parts.insert(1, names.get(id(claim.of), claim.of_name or "unnamed"))
+        if claim.component not in strategy.components:
+            raise UnsupportedTargetError(
+                f"{type(strategy).__name__} claims {'.'.join(parts)!r} for the component {claim.component!r}, which is not in "
+                f"its components {strategy.components}"
+            )
+        yield Named(strategy, claim, ".".join(parts))
+
+
+def _storage(named: Named) -> Storage | None:
+    """The storage that the claim's bytes are in; None where there is no single one."""
+    tensor = named.claim.tensor
+    if not isinstance(tensor, torch.Tensor):
+        raise UnsupportedTargetError(f"{named.name!r} is a {type(tensor).__name__}, not a tensor. Nothing was touched")
+    if problem := _unsupported(tensor):
+        raise UnsupportedTargetError(f"{named.name!r} {problem}. Nothing was touched")
+    return storage_of(tensor) if tensor.layout is torch.strided else None
+
+
+def _unsupported(tensor: torch.Tensor) -> str | None:
+    if torch.nn.parameter.is_lazy(tensor):
+        return "is not initialised yet. Run a forward first"
+    fake = getattr(sys.modules.get("torch._subclasses.fake_tensor"), "FakeTensor", None)
+    if tensor.is_meta or (fake is not None and isinstance(tensor, fake)):
+        return (
+            f"is a {'meta' if tensor.is_meta else 'fake'} tensor and has no memory to offload. Materialise it (to_empty) first"
+        )
+    if torch.utils._python_dispatch.is_traceable_wrapper_subclass(tensor):
+        return f"is a {type(tensor).__name__}, which wraps other tensors, and no strategy here reaches into it"
+    return None
+
+
+def _nbytes(tensor: torch.Tensor) -> int:
+    return int(tensor._values().nbytes + tensor._indices().nbytes) if tensor.layout is torch.sparse_coo else 0

@@ -1,0 +1,113 @@
+"""What an offloaded tensor may be asked, and how the mirror answers.
+
+Metadata needs no memory. Host reads get a copy, `copy_` writes the mirror and its checksum; there is nothing else.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+
+from . import checksum
+from .ledger import Entry
+from .storage import Storage
+
+_Tensor: Any = torch.Tensor
+
+
+def _members(names: str, *, on: Any = _Tensor) -> Iterator[Any]:
+    return (getattr(on, name) for name in names.split() if hasattr(on, name))
+
+
+def _getters(names: str) -> Iterator[Callable[..., Any]]:
+    return (getattr(_Tensor, name).__get__ for name in names.split() if hasattr(_Tensor, name))
+
+
+METADATA = {
+    *_getters(
+        "shape dtype device layout ndim is_leaf requires_grad grad_fn grad is_cuda is_sparse is_quantized is_meta _version "
+        "output_nr name itemsize nbytes is_cpu is_xpu is_mps is_nested is_mkldnn _backward_hooks retains_grad is_sparse_csr "
+        "_base is_vulkan is_ipu is_xla is_mtia is_hpu is_maia names _post_accumulate_grad_hooks"
+    ),
+    *(getattr(_Tensor, name).__set__ for name in ("requires_grad", "_backward_hooks", "_post_accumulate_grad_hooks")),
+    *_members(
+        "size dim numel stride storage_offset is_contiguous element_size is_floating_point is_complex __hash__ __len__ "
+        "requires_grad_ register_hook register_post_accumulate_grad_hook retain_grad nelement ndimension is_shared "
+        "is_pinned is_inference _is_view has_names is_conj is_neg is_signed get_device is_same_size is_set_to __dir__ "
+        "dim_order"
+    ),
+    *_members("is_floating_point is_complex numel is_same_size is_conj is_neg is_inference is_signed get_device", on=torch),
+}
+ALIASES = {_Tensor.detach, torch.detach, _Tensor.data.__get__, _Tensor.view_as}
+HOST_READS = set(_members("cpu numpy tolist item __array__ __bool__ __int__ __float__ __index__ __complex__"))
+# Methods that never ask `__torch_function__` and would move the memory from under the mirror, or read what is not there.
+UNSEEN = (
+    "set_",
+    "as_subclass",
+    "record_stream",
+    "_use_count",
+    "_view_func",
+    "_view_func_unsafe",
+    "_autocast_to_full_precision",
+    "_autocast_to_reduced_precision",
+)
+
+
+def is_metadata(func: Any, args: tuple[Any, ...]) -> bool:
+    """Whether this call needs no memory. Dropping a gradient and asking for the type's name depend on the arguments."""
+    return func in METADATA or (func == _Tensor.grad.__set__ and args[1] is None) or (func is _Tensor.type and len(args) == 1)
+
+
+def is_host_read(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    """Whether this call wants the values in host memory."""
+    return func in HOST_READS or (func is _Tensor.to and _goes_to_host(*args[1:], **kwargs))
+
+
+def _goes_to_host(*args: Any, copy: bool = False, **kwargs: Any) -> bool:  # noqa: ARG001  (a copy is made anyway)
+    device = torch._C._nn._parse_to(*args, **kwargs)[0]
+    return device is not None and device.type == "cpu"
+
+
+def host_view(tensor: torch.Tensor, storage: Storage) -> torch.Tensor:
+    """A host tensor with the tensor's geometry over these host bytes."""
+    with torch._C.DisableTorchFunctionSubclass():
+        view = torch.empty(0, dtype=tensor.dtype, device="cpu")
+        view.set_(storage, tensor.storage_offset(), tensor.size(), tensor.stride())
+        view = view.conj() if tensor.is_conj() else view
+        return torch._neg_view(view) if tensor.is_neg() else view
+
+
+def host_copy(tensor: torch.Tensor, entry: Entry) -> torch.Tensor:
+    """The tensor's values as an independent host tensor of the same geometry."""
+    with torch.inference_mode(False), torch.no_grad():
+        return host_view(tensor, entry.host_storage()).clone()
+
+
+def write(tensor: torch.Tensor, entry: Entry, source: torch.Tensor) -> None:
+    """`tensor.copy_(source)` into the mirror and its checksum; waits for the copy.
+
+    Sums over rows add up, so only the rows that the tensor lies in are summed again.
+    """
+    assert entry.slot is not None
+    with torch.inference_mode(False), torch.no_grad():
+        target = host_view(tensor, entry.slot.view().untyped_storage())
+        before = _checksum_of_rows(entry, target)
+        known, entry.checksum = entry.checksum, None  # unknown while it is being written
+        target.copy_(source)
+        if known is not None:
+            entry.checksum = checksum.wrapped(known + _checksum_of_rows(entry, target) - before)
+    entry.written()
+
+
+def _checksum_of_rows(entry: Entry, view: torch.Tensor) -> int:
+    """What the rows that a host view lies in add to the storage's checksum."""
+    assert entry.slot is not None
+    if view.numel() == 0:
+        return 0
+    extent = 1 + sum((size - 1) * stride for size, stride in zip(view.size(), view.stride(), strict=True))
+    start = view.storage_offset() * view.element_size() // checksum.ROW
+    stop = -(-((view.storage_offset() + extent) * view.element_size()) // checksum.ROW)
+    rows = entry.slot.bytes[start * checksum.ROW : stop * checksum.ROW]
+    return int(checksum.partial(rows, start))

@@ -1,0 +1,298 @@
+"""Who holds a storage, and the four verbs that give its device memory up and take it back.
+
+The checker answers "if this storage is freed, who else notices?". Every tensor object holds its storage once, and so does
+everything in C++ that keeps a tensor alive, so the storage's use count less the tensors that are known says how many holders
+are not. Those are looked for among the objects that the garbage collector sees. This module is the one place that reads the
+private counter.
+
+[Note: what the counter cannot see]
+A leaf that autograd saved is held through the leaf's own tensor object, and a DLPack capsule holds no storage at all. The
+first is made loud by version counters (guard.py), the second by nobody.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import enum
+import gc
+import sys
+import weakref
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import torch
+
+from .errors import SharedStorageError, gib, listed
+
+Storage = torch.UntypedStorage
+
+# The verbs -------------------------------------------------------------------------------------------------------------
+
+
+def storage_of(tensor: torch.Tensor) -> Storage:
+    """The tensor's storage, asked past every Python subclass."""
+    with torch._C.DisableTorchFunctionSubclass():
+        return torch.Tensor.untyped_storage(tensor)
+
+
+def byte_view(storage: Storage) -> torch.Tensor:
+    """A new uint8 tensor of shape ``(storage.nbytes(),)`` over the whole storage, on its device."""
+    return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
+
+
+def stage(storage: Storage, nbytes: int) -> torch.Tensor:
+    """Device memory of ``nbytes`` bytes for a storage that was given up, to be filled; returns it as `byte_view` does.
+
+    Raises:
+        RuntimeError: the device has no room (``torch.OutOfMemoryError`` on accelerators).
+    """
+    storage.resize_(nbytes)
+    return byte_view(storage)
+
+
+def publish(storage: Storage) -> None:
+    """Make staged memory the storage's own. With `resize_` it already is."""
+
+
+def abandon(storage: Storage) -> None:
+    """Give staged memory back; the storage is as it was before `stage`."""
+    storage.resize_(0)
+
+
+def give_up(storage: Storage) -> None:
+    """Give the storage's device memory back to the caching allocator. Tensors over it keep their geometry."""
+    storage.resize_(0)
+
+
+# The checker -----------------------------------------------------------------------------------------------------------
+
+
+class Holding(enum.Enum):
+    """Who would notice if a storage were freed."""
+
+    EXCLUSIVE = "exclusive"  # nobody but the tensors that are known
+    ALIASED = "aliased"  # other tensor objects that Python can reach
+    IN_USE = "in use"  # a parameter or buffer of a module outside the targets
+    HELD = "held"  # holders without a Python name: most often a graph that is still alive
+    NOT_RESIZABLE = "not resizable"  # the memory is not torch's own
+
+
+@dataclasses.dataclass(frozen=True)
+class Verdict:
+    """The checker's answer for one storage. Truthy if, and only if, it is exclusive.
+
+    Attributes:
+        holding: the kind of answer.
+        reasons: one sentence per kind of holder, with names where there are any.
+        aliases: the tensors beyond the known ones that Python can reach, to be guarded if the storage is freed.
+    """
+
+    holding: Holding
+    reasons: tuple[str, ...] = ()
+    aliases: tuple[torch.Tensor, ...] = ()
+
+    def __bool__(self) -> bool:
+        return self.holding is Holding.EXCLUSIVE
+
+    def __str__(self) -> str:
+        return f"{self.holding.value}: {'; '.join(self.reasons)}" if self.reasons else self.holding.value
+
+
+def is_exclusive(tensor: torch.Tensor, known: Iterable[torch.Tensor] = ()) -> Verdict:
+    """Whether nobody but ``tensor`` and the ``known`` tensors would notice if ``tensor``'s storage were freed.
+
+    Example:
+        >>> weight = torch.nn.Parameter(torch.ones(4))
+        >>> bool(is_exclusive(weight))
+        True
+        >>> alias = weight.view(-1)
+        >>> is_exclusive(weight).holding, bool(is_exclusive(weight, known=[alias]))
+        (<Holding.ALIASED: 'aliased'>, True)
+
+    Args:
+        tensor: any tensor with a storage.
+        known: other tensors that the caller vouches for; those on other storages are ignored.
+
+    Returns:
+        A `Verdict`, truthy or falsy, with reasons. Neither synchronises nor allocates on the device; may run the garbage
+        collector when something is unexplained.
+    """
+    (verdict,) = examine([(storage_of(tensor), [tensor, *known])])
+    return verdict
+
+
+def check_exclusive(tensor: torch.Tensor, known: Iterable[torch.Tensor] = ()) -> None:
+    """Raise unless `is_exclusive`.
+
+    Raises:
+        SharedStorageError: with the verdict and what to do about it.
+    """
+    verdict = is_exclusive(tensor, known)
+    if not verdict:
+        shape = tuple(tensor.shape)
+        raise SharedStorageError(f"the storage of the tensor of shape {shape} is {verdict}. {repair(verdict)}")
+
+
+def repair(verdict: Verdict) -> str:
+    """What usually helps against a verdict, for a message."""
+    return {
+        Holding.EXCLUSIVE: "Nothing to do",
+        Holding.ALIASED: 'Drop these tensors, or pass shared="guard" to have them raise while offloaded',
+        Holding.IN_USE: 'Name that module as a target too, or pass shared="free" to vouch that nobody uses it meanwhile',
+        Holding.HELD: "Usually a forward whose graph is still alive: drop its output, run it under torch.no_grad(), call "
+        'backward() first, or pass shared="free" to vouch that nobody reads it meanwhile',
+        Holding.NOT_RESIZABLE: "Replace it by a clone() that torch allocated itself",
+    }[verdict.holding]
+
+
+def examine(storages: Sequence[tuple[Storage, Sequence[torch.Tensor]]]) -> list[Verdict]:
+    """`is_exclusive` for many storages, each with its known tensors, at the cost of one look at the heap at most.
+
+    The heap is looked at only when a storage's number of unexplained holders is new (a look costs 0.1 to 0.4 s).
+    """
+    cases = [_Case(storage, known) for storage, known in storages]
+    doubtful = [case for case in cases if case.is_doubtful() and not case.remembered()]
+    if doubtful:
+        _look(doubtful)
+        if any(case.unexplained() for case in doubtful):
+            gc.collect()  # a graph that waits for the collector holds nothing once it is gone
+            _look(doubtful)
+        for case in doubtful:
+            case.remember()
+    return [case.verdict() for case in cases]
+
+
+class _Case:
+    """One storage under examination."""
+
+    def __init__(self, storage: Storage, known: Sequence[torch.Tensor]) -> None:
+        self.storage = storage
+        self.fixed = _not_resizable(storage)
+        self.known = {id(tensor): tensor for tensor in known if storage_of(tensor) is storage}
+        self.visible: dict[int, torch.Tensor] = {}  # found beyond the known ones
+        self.owners: dict[int, str] = {}  # those of them that a module owns, by name
+        self.quiet: dict[int, torch.Tensor] = {}  # bases that nobody refers to but their views
+        for tensor in known:
+            self._add_base(tensor)
+        self.initial = self.unexplained()
+
+    def _add_base(self, tensor: torch.Tensor) -> None:
+        if tensor._base is None or id(tensor._base) in self.known:
+            return
+        where = self.quiet if sys.getrefcount(tensor._base) <= _UNREFERENCED else self.visible
+        if id(tensor._base) not in self.visible and storage_of(tensor._base) is self.storage:
+            where[id(tensor._base)] = tensor._base
+
+    def unexplained(self) -> int | None:
+        """Holders that nothing accounts for; None where this torch release keeps no count."""
+        count = _use_count(self.storage)
+        return None if count is None else count - len(self.known | self.visible | self.quiet)
+
+    def is_doubtful(self) -> bool:
+        """Whether somebody beyond the known tensors may hold the storage."""
+        return self.fixed is None and (self.initial != 0 or bool(self.visible))
+
+    def remembered(self) -> bool:
+        """Take over what an earlier look found, if the number of unexplained holders is still the same."""
+        past = _seen.get(self.storage._cdata)
+        if past is None or past.storage() is not self.storage or self.initial is None:
+            return False
+        if past.unexplained != self.initial:
+            return False
+        found = [reference() for reference in past.visible]
+        if any(tensor is None or id(tensor) in self.known for tensor in found):
+            return False
+        self.visible |= {id(tensor): tensor for tensor in found if tensor is not None}
+        self.owners |= past.owners
+        return True
+
+    def remember(self) -> None:
+        for key in [key for key, past in _seen.items() if past.storage() is None]:
+            del _seen[key]
+        found = tuple(weakref.ref(tensor) for tensor in self.visible.values())
+        _seen[self.storage._cdata] = _Seen(weakref.ref(self.storage), self.initial, found, dict(self.owners))
+
+    def verdict(self) -> Verdict:
+        if self.fixed is not None:
+            return Verdict(Holding.NOT_RESIZABLE, (self.fixed,))
+        aliases = tuple({**self.visible, **self.quiet}.values())
+        reasons, holding = [], Holding.EXCLUSIVE
+        if others := [tensor for key, tensor in self.visible.items() if key not in self.owners]:
+            holding = Holding.ALIASED
+            reasons.append("other tensors on it: " + ", ".join(_described(tensor) for tensor in others[:5]))
+        if self.owners:
+            holding = Holding.IN_USE
+            reasons.append(f"modules outside the targets use it: {listed(sorted(set(self.owners.values())))}")
+        unexplained = self.unexplained()
+        if unexplained is None:
+            holding = Holding.HELD
+            reasons.append(f"torch {torch.__version__} does not count a storage's holders, so none can be excluded")
+        elif unexplained > 0:
+            holding = Holding.HELD
+            nbytes = gib(self.storage.nbytes())
+            reasons.append(f"{unexplained} holder(s) without a Python name keep {nbytes}")
+        return Verdict(holding, tuple(reasons), aliases)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Seen:
+    """What a look at the heap found for a storage, held weakly."""
+
+    storage: weakref.ref[Storage]
+    unexplained: int | None
+    visible: tuple[weakref.ref[torch.Tensor], ...]
+    owners: dict[int, str]
+
+
+_seen: dict[int, _Seen] = {}
+
+
+def _look(cases: Iterable[_Case]) -> None:
+    """Find the tensors on these storages that the garbage collector can see, and the modules that own them.
+
+    `isinstance` would run `__class__` properties of foreign objects, so types are asked.
+    """
+    by_storage = {case.storage._cdata: case for case in cases}
+    modules = []
+    for thing in gc.get_objects():
+        kind = type(thing)
+        if issubclass(kind, torch.Tensor):
+            case = by_storage.get(_storage_address(thing))
+            if case is not None and id(thing) not in case.known:
+                case.visible[id(thing)] = thing
+                case.quiet.pop(id(thing), None)
+        elif issubclass(kind, torch.nn.Module):
+            modules.append(thing)
+    wanted = {key: case for case in by_storage.values() for key in case.visible}
+    for module in modules:
+        for table in ("_parameters", "_buffers"):
+            for name, tensor in (module.__dict__.get(table) or {}).items():
+                if id(tensor) in wanted:
+                    wanted[id(tensor)].owners[id(tensor)] = f"{type(module).__name__}.{name}"
+
+
+def _storage_address(tensor: torch.Tensor) -> int:
+    try:
+        return int(storage_of(tensor)._cdata)
+    except (NotImplementedError, RuntimeError):  # sparse, fake and functional tensors have no storage of their own
+        return 0
+
+
+def _not_resizable(storage: Storage) -> str | None:
+    if storage.device.type == "cpu" and storage.is_shared():  # resizable() says True, and growing it again crashes
+        return "its memory is shared with other processes"
+    return None if storage.resizable() else "its memory is not torch's own (numpy, DLPack, a mapped file, ...)"
+
+
+def _use_count(storage: Storage) -> int | None:
+    """Holders of a storage beside this Python object; None on a release without the private counter."""
+    counter: Any = getattr(torch._C, "_storage_Use_Count", None)
+    return None if counter is None else int(counter(storage._cdata)) - 1
+
+
+def _described(tensor: torch.Tensor) -> str:
+    return f"{type(tensor).__name__} of shape {tuple(tensor.shape)}"
+
+
+_sample = torch.empty(2)[1:]
+_UNREFERENCED = sys.getrefcount(_sample._base)  # of a base that only its view keeps, in this torch and this Python

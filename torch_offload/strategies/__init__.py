@@ -1,0 +1,107 @@
+"""Strategies: one object per kind of target, which describes its tensors and never moves a byte."""
+
+from __future__ import annotations
+
+import inspect
+import sys
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import Any
+
+import torch
+
+from ..errors import UnsupportedTargetError
+from .base import Claim, Strategy
+from .optimizer import OptimizerStrategy
+from .per_parameter import PerParameterStrategy
+
+__all__ = ["Claim", "OptimizerStrategy", "PerParameterStrategy", "Strategy", "strategies_for", "strategy_for"]
+
+_ACCEPTED = "a torch.nn.Module, a list of them, a torch.optim.Optimizer, None, or a Strategy object"
+
+# Modules that hold their tensors in ways no strategy here describes whole: (module of the class, its name).
+_FOREIGN = (
+    ("torch.distributed.fsdp", "FSDPModule"),
+    ("torch.distributed.fsdp", "FullyShardedDataParallel"),
+    ("torch.nn.parallel", "DistributedDataParallel"),
+    ("megatron.core.distributed", "DistributedDataParallel"),
+)
+
+
+def strategy_for(target: object, **policy: Any) -> Strategy:
+    """The strategy for a module or an optimizer.
+
+    Example:
+        >>> strategy_for(torch.nn.Linear(1, 1), grads="discard").name
+        'Linear'
+
+    Args:
+        target: a module or an optimizer; a strategy object is returned as it is.
+        policy: keywords of that strategy.
+
+    Raises:
+        UnsupportedTargetError: no strategy describes this target whole.
+        TypeError: the strategy takes no such keyword.
+    """
+    (strategy,) = strategies_for([target], policy)
+    return strategy
+
+
+def strategies_for(targets: Iterable[object], policy: Mapping[str, Any]) -> list[Strategy]:
+    """The strategies for some targets; lists of modules are taken apart, and None is nothing to do.
+
+    Args:
+        targets: modules, lists of modules, optimizers, None, or strategy objects.
+        policy: keywords, each for those targets given as objects whose strategy takes it.
+
+    Raises:
+        UnsupportedTargetError: no strategy describes a target whole.
+        TypeError: a keyword that no target takes.
+    """
+    found: list[Strategy] = []
+    taken: set[str] = set()
+    for target in _flat(targets):
+        if target is None:
+            taken |= _keywords(PerParameterStrategy) | _keywords(OptimizerStrategy)
+        elif isinstance(target, Strategy):
+            found.append(target)
+        else:
+            kind = _kind(target)
+            found.append(kind(target, **{key: policy[key] for key in policy if key in _keywords(kind)}))
+            taken |= _keywords(kind)
+    if unknown := sorted(set(policy) - taken):
+        accepted = ", ".join(sorted(taken)) or "no keyword: strategy objects keep the policies they were made with"
+        raise TypeError(f"no target takes the keyword {unknown[0]!r}; these targets take {accepted}")
+    return found
+
+
+def _flat(targets: Iterable[object]) -> Iterator[object]:
+    for target in targets:
+        if isinstance(target, (list, tuple)):
+            yield from _flat(target)
+        else:
+            yield target
+
+
+def _kind(target: object) -> Callable[..., Strategy]:
+    if isinstance(target, torch.nn.Module):
+        _refuse_foreign(target)
+        return PerParameterStrategy
+    if isinstance(target, torch.optim.Optimizer):
+        return OptimizerStrategy
+    raise UnsupportedTargetError(f"a {type(target).__name__} cannot be offloaded ({target!r:.60}). Pass {_ACCEPTED}")
+
+
+def _keywords(kind: Callable[..., Strategy]) -> set[str]:
+    parameters = inspect.signature(kind).parameters
+    return {name for name, parameter in parameters.items() if parameter.kind is inspect.Parameter.KEYWORD_ONLY}
+
+
+def _refuse_foreign(module: torch.nn.Module) -> None:
+    found = [(where, name, getattr(sys.modules.get(where), name, None)) for where, name in _FOREIGN]
+    for path, part in module.named_modules():
+        for where, name, kind in found:
+            if kind is not None and isinstance(part, kind):
+                raise UnsupportedTargetError(
+                    f"{type(module).__name__} has a {where}.{name} at {path or 'its root'!r}, which holds tensors in a way "
+                    "that no strategy here describes whole. Nothing was touched. Write a Strategy for it and pass that"
+                )

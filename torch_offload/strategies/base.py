@@ -1,0 +1,105 @@
+"""What a strategy is: it describes a target and never moves a byte."""
+
+from __future__ import annotations
+
+import abc
+import dataclasses
+import weakref
+from collections.abc import Callable, Iterable
+from typing import Any, ClassVar, Literal, get_args
+
+import torch
+
+from ..errors import UnsupportedTargetError
+
+Shared = Literal["guard", "leave", "raise", "free"]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
+class Claim:
+    """A tensor that a strategy asks to be moved with its component.
+
+    Attributes:
+        tensor: any tensor with a storage; the whole storage moves.
+        name: its name below the target, or below ``of`` if that is given: ``"layers.0.weight"``, ``"grad"``, ``"exp_avg"``.
+        component: one of the strategy's ``components``.
+        of: the tensor it belongs to (a gradient's or a state's parameter).
+        of_name: what to call ``of`` where no claim names it.
+        discard: its bytes may be given up; they come back as zeros unless another claim on the storage keeps them.
+        host: it lives in host memory on purpose beside an accelerator, which is then not worth a word.
+    """
+
+    tensor: torch.Tensor
+    name: str
+    component: str
+    of: torch.Tensor | None = None
+    of_name: str = ""
+    discard: bool = False
+    host: bool = False
+
+
+class Strategy(abc.ABC):
+    """Describes one kind of target: which tensors it holds, in which components, under which policies.
+
+    A strategy of your own says what it claims, and everything else (mirrors, guards, checksums, errors) follows:
+
+        >>> class LookupTable(Strategy):
+        ...     components = ("table",)
+        ...     def claims(self):
+        ...         yield Claim(tensor=self.target.rows, name="rows", component="table")
+
+    Args:
+        target: the object whose tensors are claimed. Held weakly.
+        name: what names in messages start with; the target's class by default.
+        shared: what to do with a storage that has other holders. ``"guard"``: free it if all of them can be made to raise,
+            leave it otherwise; ``"leave"``: leave it; ``"raise"``: raise `SharedStorageError`; ``"free"``: free it, the
+            caller vouches for holders that cannot be made to raise.
+
+    Raises:
+        UnsupportedTargetError: no weak reference to the target can be made.
+        ValueError: an unknown policy.
+    """
+
+    components: ClassVar[tuple[str, ...]] = ()
+    read_only: bool = False
+
+    def __init__(self, target: Any, *, name: str | None = None, shared: Shared = "guard") -> None:
+        check_choice("shared", shared, get_args(Shared))
+        try:
+            self._target = weakref.ref(target)
+        except TypeError as error:
+            raise UnsupportedTargetError(
+                f"a {type(target).__name__} cannot be a target: it takes no weak reference. Give its class a __weakref__ slot"
+            ) from error
+        self.name = name or type(target).__name__
+        self.shared: Shared = shared
+
+    @property
+    def target(self) -> Any:
+        """The target, or None once it is gone."""
+        return self._target()
+
+    @abc.abstractmethod
+    def claims(self) -> Iterable[Claim]:
+        """Every tensor of the target, as it is now. Called at each transition, also while offloaded: look at metadata only."""
+
+    def aliases(self) -> Iterable[torch.Tensor]:
+        """Tensors on the claimed storages that the target itself holds beside its claims. They are guarded, not moved."""
+        return ()
+
+    def check(self, components: frozenset[str]) -> None:  # noqa: B027
+        """Raise an `OffloadError` if these components must not be offloaded now. Nothing was touched yet."""
+
+    def barriers(self, check: Callable[[str], None]) -> Iterable[Callable[[], None]]:  # noqa: ARG002
+        """Set hooks on the target for calls that would go wrong past every tensor, and give for each what removes it.
+
+        Args:
+            check: to be called by the hook with the name of the call; raises while something of the target is away.
+        """
+        return ()
+
+
+def check_choice(keyword: str, value: object, choices: Iterable[object]) -> None:
+    """Raise a ValueError that names the keyword, the value and the choices."""
+    if value not in choices:
+        raise ValueError(f"{keyword}={value!r} is not one of {', '.join(repr(choice) for choice in choices)}")

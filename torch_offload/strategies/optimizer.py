@@ -1,0 +1,80 @@
+"""The state of any torch optimizer."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import Any
+
+import torch
+
+from ..errors import UnsupportedTargetError
+from .base import Claim, Shared, Strategy
+
+
+class OptimizerStrategy(Strategy):
+    """Every tensor in the state of a `torch.optim.Optimizer`, under any key and in any nesting.
+
+    Looking creates no state, and nothing is added to it. Beside an accelerator, tensors in host memory (AdamW's ``step``)
+    are left alone. While the state is away, `load_state_dict` raises: it would build fresh state on the device.
+
+    Example:
+        >>> weight = torch.nn.Parameter(torch.ones(2))
+        >>> optimizer = torch.optim.AdamW([weight])
+        >>> weight.sum().backward(); optimizer.step()
+        >>> [(claim.of_name, claim.name) for claim in OptimizerStrategy(optimizer).claims()]
+        [('param 0', 'step'), ('param 0', 'exp_avg'), ('param 0', 'exp_avg_sq')]
+
+    Args:
+        optimizer: the optimizer. Held weakly.
+        name, shared: as for `Strategy`.
+
+    Raises:
+        UnsupportedTargetError: ``optimizer`` is no torch optimizer.
+        ValueError: an unknown policy.
+    """
+
+    components = ("optimizer",)
+
+    def __init__(self, optimizer: torch.optim.Optimizer, *, name: str | None = None, shared: Shared = "guard") -> None:
+        if not isinstance(optimizer, torch.optim.Optimizer):
+            raise UnsupportedTargetError(f"OptimizerStrategy takes a torch.optim.Optimizer, not a {type(optimizer).__name__}")
+        super().__init__(optimizer, name=name, shared=shared)
+
+    def claims(self) -> Iterable[Claim]:
+        names = _parameter_names(self.target)
+        for index, (key, state) in enumerate(self.target.state.items()):
+            is_parameter = isinstance(key, torch.Tensor)
+            of_name = names.get(id(key), f"state {index}") if is_parameter else str(key)
+            for path, tensor in _tensors(state, ()):
+                yield Claim(
+                    tensor=tensor,
+                    name=".".join(path) or "state",
+                    component="optimizer",
+                    of=key if is_parameter else None,
+                    of_name=of_name,
+                    host=True,
+                )
+
+    def barriers(self, check: Callable[[str], None]) -> Iterable[Callable[[], None]]:
+        hook = self.target.register_load_state_dict_pre_hook(lambda *_: check("load_state_dict()"), prepend=True)
+        return (hook.remove,)
+
+
+def _parameter_names(optimizer: torch.optim.Optimizer) -> dict[int, str]:
+    names: dict[int, str] = {}
+    for group in optimizer.param_groups:
+        given = group.get("param_names", ())
+        for index, parameter in enumerate(group["params"]):
+            names[id(parameter)] = given[index] if index < len(given) else f"param {len(names)}"
+    return names
+
+
+def _tensors(thing: Any, path: tuple[str, ...]) -> Iterator[tuple[tuple[str, ...], torch.Tensor]]:
+    if isinstance(thing, torch.Tensor):
+        yield path, thing
+    elif isinstance(thing, Mapping):
+        for key, value in thing.items():
+            yield from _tensors(value, (*path, str(key)))
+    elif isinstance(thing, (list, tuple)):
+        for index, value in enumerate(thing):
+            yield from _tensors(value, (*path, str(index)))

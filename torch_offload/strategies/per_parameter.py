@@ -1,0 +1,77 @@
+"""Any module, tensor by tensor."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Literal, get_args
+
+import torch
+
+from ..errors import GradientsError, UnsupportedTargetError, listed
+from .base import Claim, Shared, Strategy, check_choice
+
+Gradients = Literal["preserve", "discard", "refuse"]
+
+
+class PerParameterStrategy(Strategy):
+    """Parameters, gradients and buffers (persistent or not) of any `torch.nn.Module`.
+
+    Example:
+        >>> reference = torch.nn.Linear(2, 2)
+        >>> [claim.name for claim in PerParameterStrategy(reference, read_only=True).claims()]
+        ['weight', 'bias']
+
+    Args:
+        module: the module. Held weakly.
+        grads: ``"preserve"`` moves gradients like everything else; ``"discard"`` gives their bytes up, they come back as
+            zeros; ``"refuse"`` raises `GradientsError` if there is one.
+        read_only: the module is not trained: later offloads copy nothing, once a checksum has shown on the device that the
+            bytes still equal the mirror. If they do not, they are copied as ever.
+        name, shared: as for `Strategy`.
+
+    Raises:
+        UnsupportedTargetError: ``module`` is no module.
+        ValueError: an unknown policy.
+    """
+
+    components = ("params", "grads", "buffers")
+
+    def __init__(
+        self,
+        module: torch.nn.Module,
+        *,
+        grads: Gradients = "preserve",
+        read_only: bool = False,
+        name: str | None = None,
+        shared: Shared = "guard",
+    ) -> None:
+        if not isinstance(module, torch.nn.Module):
+            raise UnsupportedTargetError(f"PerParameterStrategy takes a torch.nn.Module, not a {type(module).__name__}")
+        check_choice("grads", grads, get_args(Gradients))
+        super().__init__(module, name=name, shared=shared)
+        self.grads = grads
+        self.read_only = read_only
+
+    def claims(self) -> Iterable[Claim]:
+        # unbound: some wrappers hide Module.buffers() behind an attribute of that name
+        for name, parameter in torch.nn.Module.named_parameters(self.target, remove_duplicate=False):
+            yield Claim(tensor=parameter, name=name, component="params")
+            gradient = _gradient(parameter)
+            if gradient is not None:
+                yield Claim(tensor=gradient, name="grad", component="grads", of=parameter, discard=self.grads == "discard")
+        for name, buffer in torch.nn.Module.named_buffers(self.target, remove_duplicate=False):
+            yield Claim(tensor=buffer, name=name, component="buffers")
+
+    def check(self, components: frozenset[str]) -> None:
+        if self.grads != "refuse" or "grads" not in components:
+            return
+        parameters = torch.nn.Module.named_parameters(self.target)
+        if present := [f"{self.name}.{name}" for name, parameter in parameters if _gradient(parameter) is not None]:
+            raise GradientsError(
+                f'grads="refuse", and there are gradients of {listed(present)}. Call optimizer.step() and '
+                'zero_grad(set_to_none=True) first, or pass grads="preserve" or grads="discard"'
+            )
+
+
+def _gradient(parameter: torch.Tensor) -> torch.Tensor | None:
+    return parameter.grad if parameter.is_leaf or parameter.retains_grad else None  # asking others warns

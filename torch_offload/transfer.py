@@ -1,0 +1,239 @@
+"""Sync, copy, then free; and back. The one place that moves bytes, waits for devices and ends a storage's residency.
+
+Each direction is one transaction over all its storages. What may fail comes first and is undone completely; what follows
+cannot fail. Copies are asynchronous inside; the functions always synchronise.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import os
+import weakref
+from collections.abc import Iterator, Sequence
+
+import torch
+
+from . import checksum, device, guard, ledger, mirror, storage
+from .errors import DeviceMemoryError, IntegrityError, TransitionError, gib, listed
+from .ledger import Entry, Stage
+from .mirror import Need, PinnedMirror
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Move:
+    """One storage that is to be offloaded.
+
+    Attributes:
+        storage: the storage; it is resident.
+        name: its name in messages.
+        mirror: where its host memory comes from.
+        tensors: every tensor on it that can be made loud, with its name.
+        gradients: (parameter, name) of each gradient on it, for the barriers against a backward.
+        claims: what `Entry.claims` is to hold.
+        discard: give the bytes up; they come back as zeros.
+        read_only: copy nothing if the mirror is shown to have these bytes.
+    """
+
+    storage: storage.Storage
+    name: str
+    mirror: PinnedMirror
+    tensors: Sequence[tuple[torch.Tensor, str]]
+    gradients: Sequence[tuple[torch.Tensor, str]] = ()
+    claims: Sequence[tuple[weakref.ref[ledger.TargetState], str, str]] = ()
+    discard: bool = False
+    read_only: bool = False
+
+
+class Prepared:
+    """Storages whose bytes are on the device and in the mirror, guarded, waiting for `commit` or `abandon`.
+
+    Building one copies and may fail, in which case nothing happened. `commit` and `abandon` do not fail.
+    """
+
+    def __init__(self, moves: Sequence[Move], *, verify: bool) -> None:
+        self._moves = moves
+        self._entries: list[Entry] = []
+        self.copied_nbytes = 0
+        try:
+            with _plain_torch():
+                self._guard()
+                self._find_host_memory()
+                self._copy(verify)
+        except BaseException:
+            self.abandon()
+            raise
+
+    def _guard(self) -> None:
+        for move in self._moves:
+            entry = Entry(move.storage, move.name, move.mirror)
+            entry.claims = list(move.claims)
+            self._entries.append(entry)
+            ledger.add(entry)
+            guard.guard(move.tensors, entry)
+            for parameter, name in move.gradients:
+                if parameter.requires_grad:
+                    guard.Barrier(parameter, name, entry)
+
+    def _find_host_memory(self) -> None:
+        kept = [(move, entry) for move, entry in zip(self._moves, self._entries, strict=True) if not move.discard]
+        mirrors = {id(move.mirror): move.mirror for move, _ in kept}
+        pairs = {key: [pair for pair in kept if pair[0].mirror is found] for key, found in mirrors.items()}
+        needs = [[Need(move.storage, entry.nbytes, move.name) for move, entry in pairs[key]] for key in mirrors]
+        for key, slots in zip(mirrors, mirror.take(list(zip(mirrors.values(), needs, strict=True))), strict=True):
+            for (move, entry), slot in zip(pairs[key], slots, strict=True):
+                entry.slot = slot
+                move.mirror.lend(slot)
+
+    def _copy(self, verify: bool) -> None:
+        pairs = [(move, entry) for move, entry in zip(self._moves, self._entries, strict=True) if entry.slot is not None]
+        devices = [move.storage.device for move in self._moves]
+        device.synchronize(devices)
+        summed = [(move, entry) for move, entry in pairs if verify or move.read_only]
+        sums = checksum.checksums([storage.byte_view(move.storage) for move, _ in summed])
+        for (_, entry), value in zip(summed, sums, strict=True):
+            entry.checksum = value
+        for move, entry in pairs:
+            slot = entry.slot
+            assert slot is not None
+            if move.read_only and slot.is_of(move.storage) and slot.checksum == entry.checksum:
+                continue
+            slot.checksum, slot.origin, slot.name = None, weakref.ref(move.storage), move.name
+            copy(slot.bytes, storage.byte_view(move.storage))
+            self.copied_nbytes += entry.nbytes
+        device.synchronize(devices)
+        for _, entry in pairs:
+            assert entry.slot is not None
+            entry.slot.checksum = entry.checksum
+
+    def commit(self) -> None:
+        """Free the device memory: every storage is offloaded, and wholly free segments are with the driver."""
+        for entry, move in zip(self._entries, self._moves, strict=True):
+            entry.stage = Stage.OFFLOADED
+            storage.give_up(move.storage)
+        device.empty_cache(move.storage.device for move in self._moves)
+
+    def abandon(self) -> None:
+        """Leave every storage as it was, and the host memory idle."""
+        for entry in self._entries:
+            _dismiss(entry)
+
+
+def copy_then_free(moves: Sequence[Move], *, verify: bool = True) -> None:
+    """Offload these storages: wait for their devices, checksum, copy into the mirror, wait, free.
+
+    Args:
+        moves: the storages, each resident and named once.
+        verify: checksum the bytes, so that `allocate_then_copy` can tell whether they came back.
+
+    Raises:
+        HostMemoryError: the host cannot hold the mirror. Nothing was touched.
+    """
+    Prepared(moves, verify=verify).commit()
+
+
+def allocate_then_copy(entries: Sequence[Entry], *, verify: bool = True) -> None:
+    """Reload these entries' storages: allocate all, copy, wait, compare checksums, then free the tensors to be used.
+
+    Raises:
+        DeviceMemoryError: the device cannot hold them. All stay offloaded, and the call can be repeated.
+        IntegrityError: bytes that came back are not those that left. All stay offloaded, the mirror is kept.
+    """
+    alive = [(entry, found) for entry in entries if (found := entry.storage()) is not None]
+    devices = [found.device for _, found in alive]
+    try:
+        with _plain_torch():
+            for entry, _ in alive:
+                entry.check_process()
+                if verify and entry.slot is not None and entry.checksum is None:
+                    (entry.checksum,) = checksum.checksums([entry.slot.bytes])
+            views = _stage_all(alive)
+            for (entry, _), view in zip(alive, views, strict=True):
+                if entry.slot is None:
+                    view.zero_()
+                else:
+                    copy(view, entry.slot.bytes)
+            device.synchronize(devices)
+            if verify:
+                _compare([(entry, view) for (entry, _), view in zip(alive, views, strict=True) if entry.slot is not None])
+    except BaseException:
+        device.synchronize(devices)
+        for entry, found in alive:
+            if entry.offloaded:
+                storage.abandon(found)
+        device.empty_cache(devices)
+        raise
+    for entry, found in alive:
+        storage.publish(found)
+        entry.stage = Stage.RELOADED
+        if entry.slot is not None:
+            entry.slot.checksum = entry.checksum
+        _dismiss(entry)
+
+
+def repair() -> None:
+    """Finish what an interrupted transition left half done: storages that are not offloaded are resident, wholly."""
+    for entry in list(ledger.entries()):
+        found = entry.storage()
+        if not entry.offloaded:
+            _dismiss(entry)
+        elif found is not None and found.nbytes() and entry.pid == os.getpid():
+            storage.give_up(found)  # cut between the flag and the free, or regrown by a foreign set_
+
+
+def check_possible() -> None:
+    """Raise if no transition can run now.
+
+    Raises:
+        TransitionError: the current stream is capturing a graph.
+    """
+    if device.is_capturing():
+        raise TransitionError(
+            "the current stream is capturing a CUDA graph, and a transition waits, allocates and frees. Offload or reload "
+            "before or after the capture"
+        )
+
+
+def copy(destination: torch.Tensor, source: torch.Tensor) -> None:
+    """Enqueue a copy of uint8 bytes between host and device."""
+    destination.copy_(source, non_blocking=True)
+
+
+def _dismiss(entry: Entry) -> None:
+    """The storage is resident: free its tensors, give its slot back, forget it. Calling it twice is harmless."""
+    guard.lift(entry)
+    entry.release()
+
+
+def _stage_all(alive: Sequence[tuple[Entry, storage.Storage]]) -> list[torch.Tensor]:
+    views = []
+    for index, (entry, found) in enumerate(alive):
+        try:
+            views.append(storage.stage(found, entry.nbytes))
+        except RuntimeError as error:
+            missing = sum(later.nbytes for later, _ in alive[index:])
+            free = device.driver_free_nbytes([found.device])
+            room = "" if free is None else f" and {gib(free)} is free"
+            raise DeviceMemoryError(
+                f"no device memory on {found.device} to reload {entry.name!r} ({gib(entry.nbytes)}): {gib(missing)} of "
+                f"{gib(sum(each.nbytes for each, _ in alive))} is missing{room}. Everything stays offloaded; free device "
+                "memory and call reload() again"
+            ) from error
+    return views
+
+
+def _compare(pairs: Sequence[tuple[Entry, torch.Tensor]]) -> None:
+    sums = checksum.checksums([view for _, view in pairs])
+    if wrong := [entry.name for (entry, _), value in zip(pairs, sums, strict=True) if value != entry.checksum]:
+        raise IntegrityError(
+            f"the bytes that came back are not those that were offloaded: {listed(wrong)}. The mirror is kept and everything "
+            "stays offloaded. Call reload() again in case the copy was at fault; if it fails again the host memory is, and "
+            "verify=False brings the bytes back as they are"
+        )
+
+
+@contextlib.contextmanager
+def _plain_torch() -> Iterator[None]:
+    """Nothing of the caller's modes: grad, inference, default device, function modes."""
+    with torch.inference_mode(False), torch.no_grad(), torch._C.DisableTorchFunction():
+        yield
