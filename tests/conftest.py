@@ -13,12 +13,13 @@ import torch
 from torch_offload import ledger
 
 hypothesis.settings.register_profile(
-    "default", deadline=None, suppress_health_check=[hypothesis.HealthCheck.too_slow], max_examples=60
+    "default", deadline=None, suppress_health_check=[hypothesis.HealthCheck.too_slow], max_examples=150
 )
 hypothesis.settings.register_profile("ci", hypothesis.settings.get_profile("default"), derandomize=True)
 hypothesis.settings.load_profile("ci" if os.environ.get("CI") else "default")
 
 torch.set_num_threads(1)
+gc.freeze()  # the checker looks at every object on the heap; those of the imports need not be among them
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

@@ -5,9 +5,9 @@ answered from the mirror; `copy_` writes the mirror. Everything else raises an e
 `UninitializedParameter` sets the precedent for a class that is exchanged.
 
 [Note: the tag]
-A guard is found from its tensor through the tensor's `__dict__`, and the tensor from its guard by a plain reference: a cycle
-that the garbage collector sees. A weak reference would do as well but for `torch.utils.swap_tensors`, which stops on one
-with an error that names nothing.
+A guard is found from its tensor through the tensor's `__dict__`, and the tensor from its guard by a weak reference. A
+parameter is referred to plainly instead, a cycle that the garbage collector sees: `torch.utils.swap_tensors` stops on weak
+references with an error that names nothing.
 
 [Note: what asks no class]
 A backward through a graph that was built before reads its saved tensors, and accumulates into gradients, in C++. The version
@@ -18,7 +18,7 @@ is read; a hook on the parameter of an offloaded gradient raises before accumula
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
@@ -34,17 +34,18 @@ class Guard:
     """What one tensor was before it was guarded.
 
     Attributes:
-        tensor: the tensor; see [Note: the tag].
         cls: its class.
         version: its version counter; None where it has none of its own to put back.
         name: for messages.
         entry: the ledger's entry of its storage.
     """
 
-    __slots__ = ("__weakref__", "cls", "entry", "name", "tensor", "version")
+    __slots__ = ("__weakref__", "_tensor", "cls", "entry", "name", "version")
 
     def __init__(self, tensor: torch.Tensor, name: str, entry: Entry, *, costume: type | None = None) -> None:
-        self.tensor, self.name, self.entry = tensor, name, entry
+        is_parameter = isinstance(tensor, torch.nn.Parameter)
+        self._tensor: Callable[[], torch.Tensor | None] = (lambda: tensor) if is_parameter else weakref.ref(tensor)
+        self.name, self.entry = name, entry
         self.cls = type(tensor)
         self.version = None if costume or tensor.is_inference() else tensor._version
         entry.guards.append(weakref.ref(self))
@@ -55,7 +56,9 @@ class Guard:
 
     def lift(self) -> None:
         """Make the tensor what it was. Calling it twice is harmless."""
-        tensor = self.tensor
+        tensor = self._tensor()
+        if tensor is None:
+            return
         if self.version is not None:
             _set_version(tensor, self.version + self.entry.writes)
         if type(tensor) in _bases:
@@ -97,7 +100,7 @@ class Barrier:
         self._parameter, self._name, self._entry = parameter, name, entry
         self._had_hooks = parameter._backward_hooks is not None
         entry.barriers.append(weakref.ref(self))
-        self._handle: Any = parameter.register_hook(self._refuse)  # type: ignore[no-untyped-call]
+        parameter.register_hook(self._refuse)  # type: ignore[no-untyped-call]
 
     def _refuse(self, _incoming: torch.Tensor) -> None:
         gradient = self._parameter.grad
@@ -106,10 +109,14 @@ class Barrier:
             raise _refusal("backward() would accumulate into", self._name, self._entry)
 
     def remove(self) -> None:
-        """Leave no trace on the parameter. Calling it twice is harmless."""
-        self._handle.remove()
-        if not self._had_hooks and not self._parameter._backward_hooks:
+        """Leave no trace on the parameter. Calling it twice is harmless, as is an interrupted registration."""
+        hooks: dict[int, Any] = self._parameter._backward_hooks or {}
+        ours = [key for key, hook in hooks.items() if hook == self._refuse]
+        if len(ours) == len(hooks) and not self._had_hooks:
             self._parameter._backward_hooks = None
+        else:
+            for key in ours:
+                del hooks[key]
 
 
 def _set_version(tensor: torch.Tensor, version: int) -> None:
@@ -157,11 +164,11 @@ def _torch_function(_cls: type, func: Any, _types: Any, args: tuple[Any, ...] = 
         first = guard_of(args[0]) if args and isinstance(args[0], torch.Tensor) else None
         if first is not None:
             if func in serving.ALIASES:
-                return _alias(first, _plainly(func, args, kwargs))
+                return _alias(first, args[0], _plainly(func, args, kwargs))
             if func is torch.Tensor.copy_:
-                return _copy_into(first, *args[1:], **kwargs)
+                return _copy_into(first, *args, **kwargs)
             if serving.is_host_read(func, args, kwargs):
-                return getattr(serving.host_copy(first.tensor, _served(first)), func.__name__)(*args[1:], **kwargs)
+                return getattr(serving.host_copy(args[0], _served(first)), func.__name__)(*args[1:], **kwargs)
         what = f"{getattr(func, '__name__', func)} needs the memory of"
         if not found:
             raise OffloadedTensorError(f"{what} an offloaded tensor, handed over in a container. Call reload() first")
@@ -204,24 +211,24 @@ def _served(guard: Guard) -> Entry:
     return guard.entry
 
 
-def _alias(source: Guard, tensor: torch.Tensor) -> torch.Tensor:
+def _alias(guard: Guard, source: torch.Tensor, tensor: torch.Tensor) -> torch.Tensor:
     """Guard an alias that was made while offloaded.
 
     It wears its source's class, as `torch.nn.Parameter(w)` asks of `w.detach()`, and is a plain tensor once reloaded.
     """
-    Guard(tensor, source.name, source.entry, costume=type(source.tensor))
+    Guard(tensor, guard.name, guard.entry, costume=type(source))
     return tensor
 
 
-def _copy_into(guard: Guard, source: Any, non_blocking: bool = False) -> torch.Tensor:  # noqa: ARG001  (always waits)
+def _copy_into(guard: Guard, tensor: torch.Tensor, source: Any, non_blocking: bool = False) -> torch.Tensor:  # noqa: ARG001
     entry = _served(guard)
     if entry.slot is None:
         raise _refusal("copy_ would write what was discarded,", guard.name, entry)
-    if torch.is_grad_enabled() and (guard.tensor.requires_grad or source.requires_grad):
+    if torch.is_grad_enabled() and (tensor.requires_grad or source.requires_grad):
         raise _refusal("copy_ is recorded by autograd (write under torch.no_grad()) on", guard.name, entry)
     other = guard_of(source)
-    serving.write(guard.tensor, entry, source if other is None else serving.host_copy(source, _served(other)))
-    return guard.tensor
+    serving.write(tensor, entry, source if other is None else serving.host_copy(source, _served(other)))
+    return tensor
 
 
 def _refusing(name: str) -> Any:

@@ -56,13 +56,14 @@ class HostBlock:
         self.nbytes = -(-nbytes // PAGE) * PAGE
         self.pinned = False
         self.exact = True
-        if device.type == "cpu" or devices.registers_host_memory(device):
+        registers = devices.registers_host_memory(device)
+        if registers or device.type == "cpu":
             self._buffer: Any = map_pages(self.nbytes)
-            if device.type != "cpu":
-                self._pin()
         else:
             self._buffer = _torch_pinned(self.nbytes)
             self.pinned, self.exact = True, False
+        if registers:
+            self._pin()
 
     def _pin(self) -> None:
         pointer = self.tensor(0, self.nbytes).data_ptr()

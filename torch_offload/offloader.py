@@ -63,7 +63,7 @@ class Offloader:
             ValueError: an unknown component.
         """
         with ledger.LOCK:
-            return self.prepare(components).commit()
+            return self._prepared(components).commit()
 
     def prepare(self, components: Components = None) -> PreparedOffload:
         """Do everything of `offload` that can fail, and free nothing yet: for ranks that must agree first.
@@ -72,8 +72,7 @@ class Offloader:
         raise. Raises as `offload` does.
         """
         with ledger.LOCK:
-            chosen = self._chosen(components)
-            return PreparedOffload(self._scope, chosen, self._scope.away(plus=chosen))
+            return self._prepared(components).wait()
 
     def reload(self, components: Components = None) -> TransitionReport:
         """Bring these components (all by default) back: allocate, copy, wait, verify. Idempotent; all or nothing.
@@ -141,6 +140,10 @@ class Offloader:
         with ledger.LOCK:
             ledger.drain()
             return sum(row.nbytes for row in self._scope.mirrors())
+
+    def _prepared(self, components: Components) -> PreparedOffload:
+        chosen = self._chosen(components)
+        return PreparedOffload(self._scope, chosen, self._scope.away(plus=chosen))
 
     def _chosen(self, components: Components) -> frozenset[str]:
         if components is None:

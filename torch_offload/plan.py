@@ -78,6 +78,11 @@ class Planned:
     def known(self) -> list[torch.Tensor]:
         return [*(named.claim.tensor for named in self.claims), *self.aliases]
 
+    def _gradients(self) -> dict[int, tuple[torch.Tensor, str]]:
+        """The parameters whose gradient is on this storage, each once, with the gradient's name."""
+        found = [(named.claim.of, named) for named in self.claims if named.claim.of is not None]
+        return {id(owner): (owner, named.name) for owner, named in found if owner.grad is named.claim.tensor}
+
     def move(self, verdict: Verdict) -> Move:
         """How to offload it, guarding the aliases that the checker found as well."""
         tensors = [(named.claim.tensor, named.name) for named in self.claims]
@@ -88,11 +93,7 @@ class Planned:
             name=self.name,
             mirror=ledger.state_of(first.target).mirror_for(self.storage.device),
             tensors=tensors,
-            gradients=[
-                (named.claim.of, named.name)
-                for named in self.claims
-                if named.claim.of is not None and named.claim.of.grad is named.claim.tensor
-            ],
+            gradients=list(self._gradients().values()),
             claims=[
                 (weakref.ref(ledger.state_of(named.strategy.target)), named.claim.component, named.name)
                 for named in self.claims

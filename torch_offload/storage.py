@@ -177,11 +177,11 @@ class _Case:
         self.initial = self.unexplained()
 
     def _add_base(self, tensor: torch.Tensor) -> None:
-        if tensor._base is None or id(tensor._base) in self.known:
+        is_quiet = sys.getrefcount(tensor._base) <= _UNREFERENCED  # asked before this function refers to it as well
+        base = tensor._base
+        if base is None or id(base) in self.known | self.quiet or storage_of(base) is not self.storage:
             return
-        where = self.quiet if sys.getrefcount(tensor._base) <= _UNREFERENCED else self.visible
-        if id(tensor._base) not in self.visible and storage_of(tensor._base) is self.storage:
-            where[id(tensor._base)] = tensor._base
+        (self.quiet if is_quiet else self.visible)[id(base)] = base
 
     def unexplained(self) -> int | None:
         """Holders that nothing accounts for; None where this torch release keeps no count."""

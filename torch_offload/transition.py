@@ -79,7 +79,6 @@ class PreparedOffload:
     """
 
     def __init__(self, scope: Scope, chosen: frozenset[str], away: Away, *, keep: Sequence[Storage] = ()) -> None:
-        global _pending
         start()
         for strategy in scope.alive():
             strategy.check(chosen.intersection(strategy.components))
@@ -96,7 +95,12 @@ class PreparedOffload:
         self._nbytes = [move.storage.nbytes() for move in moves]
         self._measured = _Measured("offload", chosen, [move.storage.device for move in moves])
         self._transfer: transfer.Prepared | None = transfer.Prepared(moves, verify=scope.verify)
+
+    def wait(self) -> PreparedOffload:
+        """Have other transitions raise until `commit` or `abandon`; without this the next one abandons it."""
+        global _pending
         _pending = weakref.ref(self)
+        return self
 
     def commit(self) -> TransitionReport:
         """Free the device memory. Cannot fail.
