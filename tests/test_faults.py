@@ -78,14 +78,14 @@ def test_a_failing_reload_leaves_everything_offloaded(device: str, trainer, seam
     fired = 0
     for at in itertools.count(1):
         off.offload()
-        mirrored = {entry.name: entry.slot.bytes.clone() for entry in ledger.entries()}
+        mirrored = {entry.name: entry.slot.bytes().clone() for entry in ledger.entries()}
         with failing(seam, at) as fault:
             if not _raises(off.reload, fault):
                 break
         fired += 1
         assert residencies(off) == {Residency.OFFLOADED}
         for entry in ledger.entries():
-            assert torch.equal(entry.slot.bytes, mirrored[entry.name])
+            assert torch.equal(entry.slot.bytes(), mirrored[entry.name])
             assert entry.storage().nbytes() == 0
         off.reload()
         for portrait in portraits:
@@ -173,7 +173,7 @@ def test_damaged_bytes_are_caught_and_named(device: str, damage: str, direction:
         off.offload()
     (entry,) = [entry for entry in ledger.entries() if entry.name == "ParameterDict.second"]
     if direction == "host":
-        DAMAGE[damage](entry.slot.bytes)
+        DAMAGE[damage](entry.slot.bytes())
     with (
         testing.link(corrupt=corrupt if direction == "reload" else lambda *_: None),
         pytest.raises(IntegrityError, match=r"'ParameterDict\.second'.*mirror is kept") as caught,
@@ -196,7 +196,7 @@ def test_swapped_storages_are_caught(device: str) -> None:
     model = nn.ParameterDict({name: nn.Parameter(torch.randn(500, device=device)) for name in ("first", "second")})
     off = Offloader(model, device=device)
     off.offload()
-    one, other = (entry.slot.bytes for entry in ledger.entries())
+    one, other = (entry.slot.bytes() for entry in ledger.entries())
     kept = one.clone()
     one.copy_(other)
     other.copy_(kept)

@@ -76,13 +76,15 @@ class Life:
     def check_no_lie(self) -> bool:
         """Every storage is resident with the right bytes, or offloaded with the right bytes in its mirror. Whether all
         are resident and usable."""
+        assert torch._C._is_torch_function_enabled()
+        assert torch.is_grad_enabled()
         usable = True
         for portrait in self.portraits:
             storage = storage_of(portrait.tensor)
             entry = ledger.entry_of(storage)
             if entry is not None and entry.offloaded:
                 usable = False
-                assert torch.equal(entry.slot.bytes, portrait.content)
+                assert torch.equal(entry.slot.bytes(), portrait.content)
                 with pytest.raises(OffloadedTensorError):
                     portrait.tensor + 1
             else:

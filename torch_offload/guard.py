@@ -26,6 +26,7 @@ import torch
 from . import ledger, serving
 from .errors import OffloadedTensorError
 from .ledger import Entry
+from .storage import plainly
 
 _TAG = "_torch_offload_guard"
 
@@ -69,7 +70,10 @@ class Guard:
 def guard(tensors: Iterable[tuple[torch.Tensor, str]], entry: Entry) -> None:
     """Guard these tensors, named for messages, until `lift` is called for their entry."""
     for tensor, name in tensors:
-        if guard_of(tensor) is None:
+        found = guard_of(tensor)
+        if found is not None and found.entry is not entry:  # left by an interrupted reload
+            found.lift()
+        if found is None or found.entry is not entry:
             Guard(tensor, name, entry)
 
 
@@ -151,7 +155,7 @@ def _guarded_class(base: type) -> type:
 def _torch_function(_cls: type, func: Any, _types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
     kwargs = kwargs or {}
     if serving.is_metadata(func, args):
-        return _plainly(func, args, kwargs)
+        return plainly(func, *args, **kwargs)
     things = (*args, *kwargs.values())
     was_guarded = any(_guards_in(things))
     with ledger.LOCK:
@@ -164,7 +168,7 @@ def _torch_function(_cls: type, func: Any, _types: Any, args: tuple[Any, ...] = 
         first = guard_of(args[0]) if args and isinstance(args[0], torch.Tensor) else None
         if first is not None:
             if func in serving.ALIASES:
-                return _alias(first, args[0], _plainly(func, args, kwargs))
+                return _alias(first, args[0], plainly(func, *args, **kwargs))
             if func is torch.Tensor.copy_:
                 return _copy_into(first, *args, **kwargs)
             if serving.is_host_read(func, args, kwargs):
@@ -173,11 +177,6 @@ def _torch_function(_cls: type, func: Any, _types: Any, args: tuple[Any, ...] = 
         if not found:
             raise OffloadedTensorError(f"{what} an offloaded tensor, handed over in a container. Call reload() first")
         raise _refusal(what, found[0].name, found[0].entry)
-
-
-def _plainly(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    with torch._C.DisableTorchFunctionSubclass():
-        return func(*args, **kwargs)
 
 
 def _guards_in(things: Iterable[Any]) -> Iterator[Guard]:

@@ -1,4 +1,4 @@
-"""Ctrl-C waits until a context has been entered or left whole.
+"""Ctrl-C waits until a transition, or the entering or leaving of a context, is over.
 
 The ledger keeps every byte recoverable wherever a call is cut; this keeps the promise that leaving a block restores the state
 of its entry, also under a signal that arrives while the block is being left.
@@ -26,8 +26,8 @@ class Deferred:
     def __enter__(self) -> Deferred:
         handler = signal.getsignal(signal.SIGINT)
         if threading.current_thread() is threading.main_thread() and callable(handler):
-            signal.signal(signal.SIGINT, self._note)
             self._handler = handler
+            signal.signal(signal.SIGINT, self._note)
         return self
 
     def __exit__(self, *_: object) -> None:

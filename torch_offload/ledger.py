@@ -114,7 +114,7 @@ class Entry:
             return torch.zeros(self.nbytes, dtype=torch.uint8).untyped_storage()
         storage = self._export() if self._export is not None else None
         if storage is None:
-            storage = self.slot.view().untyped_storage()
+            storage = self.slot.bytes().untyped_storage()
             self._export = weakref.ref(storage)
         return storage
 

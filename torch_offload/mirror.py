@@ -25,28 +25,27 @@ class Slot:
     """A storage's place in a mirror.
 
     Attributes:
-        bytes: uint8 tensor of shape ``(nbytes,)`` on a host storage of exactly that size.
+        nbytes: its size in bytes.
         name: the name its bytes were offloaded under last.
         origin: weak reference to the device storage they came from, or None.
         checksum: what `transfer.checksum` said of them; None where they are not known to equal ``origin``'s.
     """
 
-    __slots__ = ("__weakref__", "block", "bytes", "checksum", "name", "offset", "origin")
+    __slots__ = ("__weakref__", "block", "checksum", "name", "nbytes", "offset", "origin")
 
     def __init__(self, block: HostBlock, offset: int, nbytes: int) -> None:
         self.block = block
         self.offset = offset
-        self.bytes = block.tensor(offset, nbytes)
+        self.nbytes = nbytes
         self.name = ""
         self.origin: weakref.ref[torch.UntypedStorage] | None = None
         self.checksum: int | None = None
 
-    @property
-    def nbytes(self) -> int:
-        return self.bytes.numel()
+    def bytes(self) -> torch.Tensor:
+        """A new uint8 tensor of shape ``(nbytes,)`` over the memory, on a host storage of exactly that size.
 
-    def view(self) -> torch.Tensor:
-        """Another tensor like `bytes`, on a host storage of its own."""
+        New at each call: one that was made in inference mode could not be written outside of it.
+        """
         return self.block.tensor(self.offset, self.nbytes)
 
     def is_of(self, storage: torch.UntypedStorage) -> bool:
@@ -74,7 +73,7 @@ class PinnedMirror:
         >>> mirror = PinnedMirror(torch.device("cpu"))
         >>> weight = torch.ones(3)
         >>> [[slot]] = take([(mirror, [Need(weight.untyped_storage(), 12, "weight")])])
-        >>> slot.bytes.shape, slot.bytes.dtype
+        >>> slot.bytes().shape, slot.bytes().dtype
         (torch.Size([12]), torch.uint8)
         >>> mirror.lend(slot); mirror.give(slot)
 

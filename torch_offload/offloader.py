@@ -11,6 +11,7 @@ from . import device as devices
 from . import ledger, transfer
 from .contexts import Context
 from .errors import listed
+from .interrupts import Deferred
 from .plan import Plan
 from .report import Residency, TransitionReport
 from .storage import storage_of
@@ -62,7 +63,7 @@ class Offloader:
             TransitionError: everything is as it was.
             ValueError: an unknown component.
         """
-        with ledger.LOCK:
+        with Deferred(), ledger.LOCK:
             return self._prepared(components).commit()
 
     def prepare(self, components: Components = None) -> PreparedOffload:
@@ -71,7 +72,7 @@ class Offloader:
         Until ``commit()`` or ``abandon()`` is called on what is returned, the tensors are guarded and other transitions
         raise. Raises as `offload` does.
         """
-        with ledger.LOCK:
+        with Deferred(), ledger.LOCK:
             return self._prepared(components).wait()
 
     def reload(self, components: Components = None) -> TransitionReport:
@@ -84,7 +85,7 @@ class Offloader:
             DeviceMemoryError, IntegrityError, MirrorMismatchError, TransitionError: everything stays offloaded, call again.
             ValueError: an unknown component.
         """
-        with ledger.LOCK:
+        with Deferred(), ledger.LOCK:
             chosen = self._chosen(components)
             return bring_back(self._scope, chosen, self._scope.away(minus=chosen))
 
@@ -96,7 +97,7 @@ class Offloader:
         Raises:
             DeviceMemoryError, IntegrityError, TransitionError: as `reload`; nothing is lost.
         """
-        with ledger.LOCK:
+        with Deferred(), ledger.LOCK:
             every = frozenset(self.components)
             bring_back(self._scope, every, self._scope.away(minus=every), check_names=False)
             states = self._scope.states()
@@ -217,7 +218,7 @@ def reload(tensor: torch.Tensor, *, verify: bool = True) -> None:
     Raises:
         DeviceMemoryError, IntegrityError, TransitionError: it stays offloaded; call again.
     """
-    with ledger.LOCK:
+    with Deferred(), ledger.LOCK:
         start()
         entry = ledger.entry_of(storage_of(tensor))
         if entry is not None:

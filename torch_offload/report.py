@@ -41,6 +41,7 @@ class TransitionReport:
 
     Attributes:
         direction: ``"offload"`` or ``"reload"``.
+        targets: the names of the targets.
         components: the components that the call named.
         nbytes: sum of the storages that moved: what is expected to be freed, or to be taken again.
         storages: how many.
@@ -57,6 +58,7 @@ class TransitionReport:
     """
 
     direction: str
+    targets: tuple[str, ...]
     components: tuple[str, ...]
     nbytes: int
     storages: int
@@ -82,8 +84,11 @@ class TransitionReport:
 
     def line(self) -> str:
         """One line for a log."""
+        storages = "1 storage" if self.storages == 1 else f"{self.storages} storages"
+        copied = "" if self.copied_nbytes == self.nbytes else f" ({gib(self.copied_nbytes)} copied)"
         parts = [
-            f"{self.direction} of {', '.join(self.components) or 'nothing'}: {gib(self.nbytes)} in {self.storages} storages",
+            f"{self.direction} {' + '.join(self.targets) or 'nothing'} ({', '.join(self.components) or 'nothing'}): "
+            f"{gib(self.nbytes)}{copied} in {storages}",
             f"{self.time_s:.3f} s",
             f"host {gib(self.host_nbytes)}",
         ]
@@ -94,7 +99,7 @@ class TransitionReport:
         return ", ".join(parts)
 
     def __str__(self) -> str:
-        rows = [(self.direction, ", ".join(self.components) or "nothing")]
+        rows = [(self.direction, f"{' + '.join(self.targets)} ({', '.join(self.components)})")]
         rows += [
             (field.removesuffix("_nbytes"), gib(value))
             for field in (

@@ -72,17 +72,15 @@ def _goes_to_host(*args: Any, copy: bool = False, **kwargs: Any) -> bool:  # noq
 
 def host_view(tensor: torch.Tensor, storage: Storage) -> torch.Tensor:
     """A host tensor with the tensor's geometry over these host bytes."""
-    with torch._C.DisableTorchFunctionSubclass():
-        view = torch.empty(0, dtype=tensor.dtype, device="cpu")
-        view.set_(storage, tensor.storage_offset(), tensor.size(), tensor.stride())
-        view = view.conj() if tensor.is_conj() else view
-        return torch._neg_view(view) if tensor.is_neg() else view
+    view = torch.empty(0, dtype=tensor.dtype, device="cpu")
+    view.set_(storage, tensor.storage_offset(), tensor.size(), tensor.stride())
+    view = view.conj() if tensor.is_conj() else view
+    return torch._neg_view(view) if tensor.is_neg() else view
 
 
 def host_copy(tensor: torch.Tensor, entry: Entry) -> torch.Tensor:
     """The tensor's values as an independent host tensor of the same geometry."""
-    with torch.inference_mode(False), torch.no_grad():
-        return host_view(tensor, entry.host_storage()).clone()
+    return host_view(tensor, entry.host_storage()).clone()
 
 
 def write(tensor: torch.Tensor, entry: Entry, source: torch.Tensor) -> None:
@@ -91,13 +89,12 @@ def write(tensor: torch.Tensor, entry: Entry, source: torch.Tensor) -> None:
     Sums over rows add up, so only the rows that the tensor lies in are summed again.
     """
     assert entry.slot is not None
-    with torch.inference_mode(False), torch.no_grad():
-        target = host_view(tensor, entry.slot.view().untyped_storage())
-        before = _checksum_of_rows(entry, target)
-        known, entry.checksum = entry.checksum, None  # unknown while it is being written
-        target.copy_(source)
-        if known is not None:
-            entry.checksum = checksum.wrapped(known + _checksum_of_rows(entry, target) - before)
+    target = host_view(tensor, entry.slot.bytes().untyped_storage())
+    before = _checksum_of_rows(entry, target)
+    known, entry.checksum = entry.checksum, None  # unknown while it is being written
+    target.copy_(source)
+    if known is not None:
+        entry.checksum = checksum.wrapped(known + _checksum_of_rows(entry, target) - before)
     entry.written()
 
 
@@ -109,5 +106,5 @@ def _checksum_of_rows(entry: Entry, view: torch.Tensor) -> int:
     extent = 1 + sum((size - 1) * stride for size, stride in zip(view.size(), view.stride(), strict=True))
     start = view.storage_offset() * view.element_size() // checksum.ROW
     stop = -(-((view.storage_offset() + extent) * view.element_size()) // checksum.ROW)
-    rows = entry.slot.bytes[start * checksum.ROW : stop * checksum.ROW]
+    rows = entry.slot.bytes()[start * checksum.ROW : stop * checksum.ROW]
     return int(checksum.partial(rows, start))

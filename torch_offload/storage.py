@@ -17,7 +17,7 @@ import enum
 import gc
 import sys
 import weakref
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -26,13 +26,22 @@ from .errors import SharedStorageError, gib, listed
 
 Storage = torch.UntypedStorage
 
+
+def plainly(function: Callable[..., Any], *args: Any, **keywords: Any) -> Any:
+    """Call a function of torch past every `__torch_function__` of its arguments' classes.
+
+    In one step: a `with` block that is interrupted between its last line and its exit would leave the mechanism off for good.
+    """
+    return torch._C._disabled_torch_function_impl(function, (), args, keywords)
+
+
 # The verbs -------------------------------------------------------------------------------------------------------------
 
 
 def storage_of(tensor: torch.Tensor) -> Storage:
     """The tensor's storage, asked past every Python subclass."""
-    with torch._C.DisableTorchFunctionSubclass():
-        return torch.Tensor.untyped_storage(tensor)
+    found: Storage = plainly(torch.Tensor.untyped_storage, tensor)
+    return found
 
 
 def byte_view(storage: Storage) -> torch.Tensor:

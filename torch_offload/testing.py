@@ -91,7 +91,7 @@ def pretended_pinning() -> Iterator[list[int]]:
         return True
 
     with (
-        mock.patch.object(device, "registers_host_memory", lambda _: True),
+        mock.patch.object(device, "registers_host_memory", return_value=True),
         mock.patch.object(device, "register_host", register),
         mock.patch.object(device, "unregister_host", registered.remove),
     ):
@@ -274,10 +274,10 @@ def specimens(device: torch.device | str = "cpu") -> SearchStrategy[Specimen]:
 
 
 def _specimen(bases: Sequence[tuple[Any, ...]], members: Sequence[tuple[Any, ...]], where: torch.device) -> Specimen:
-    grown = [_base(*each, where) for each in bases]
+    grown = [_base(where, *each) for each in bases]
     root = torch.nn.Module()
     found = Specimen(root, [], set())
-    used: list[torch.Tensor] = []
+    used: list[Any] = []
     for index, (which, view, role, with_gradient) in enumerate(members):
         base = grown[which % len(grown)]
         tensor = _VIEWS[view](base)
@@ -307,7 +307,7 @@ def _specimen(bases: Sequence[tuple[Any, ...]], members: Sequence[tuple[Any, ...
     return found
 
 
-def _base(dtype: torch.dtype, numel: int, seed: int, inference: bool, where: torch.device) -> torch.Tensor:
+def _base(where: torch.device, dtype: torch.dtype, numel: int, seed: int, inference: bool) -> torch.Tensor:
     itemsize = torch.empty(0, dtype=dtype).element_size()
     generator = torch.Generator().manual_seed(seed)
     content = torch.randint(0, 2 if dtype is torch.bool else 256, (numel * itemsize,), generator=generator, dtype=torch.uint8)

@@ -6,11 +6,10 @@ cannot fail. Copies are asynchronous inside; the functions always synchronise.
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import os
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 
 import torch
 
@@ -56,10 +55,9 @@ class Prepared:
         self._entries: list[Entry] = []
         self.copied_nbytes = 0
         try:
-            with _plain_torch():
-                self._guard()
-                self._find_host_memory()
-                self._copy(verify)
+            self._guard()
+            self._find_host_memory()
+            self._copy(verify)
         except BaseException:
             self.abandon()
             raise
@@ -99,7 +97,7 @@ class Prepared:
             if move.read_only and slot.is_of(move.storage) and slot.checksum == entry.checksum:
                 continue
             slot.checksum, slot.origin, slot.name = None, weakref.ref(move.storage), move.name
-            copy(slot.bytes, storage.byte_view(move.storage))
+            copy(slot.bytes(), storage.byte_view(move.storage))
             self.copied_nbytes += entry.nbytes
         device.synchronize(devices)
         for _, entry in pairs:
@@ -142,20 +140,19 @@ def allocate_then_copy(entries: Sequence[Entry], *, verify: bool = True) -> None
     alive = [(entry, found) for entry in entries if (found := entry.storage()) is not None]
     devices = [found.device for _, found in alive]
     try:
-        with _plain_torch():
-            for entry, _ in alive:
-                entry.check_process()
-                if verify and entry.slot is not None and entry.checksum is None:
-                    (entry.checksum,) = checksum.checksums([entry.slot.bytes])
-            views = _stage_all(alive)
-            for (entry, _), view in zip(alive, views, strict=True):
-                if entry.slot is None:
-                    view.zero_()
-                else:
-                    copy(view, entry.slot.bytes)
-            device.synchronize(devices)
-            if verify:
-                _compare([(entry, view) for (entry, _), view in zip(alive, views, strict=True) if entry.slot is not None])
+        for entry, _ in alive:
+            entry.check_process()
+            if verify and entry.slot is not None and entry.checksum is None:
+                (entry.checksum,) = checksum.checksums([entry.slot.bytes()])
+        views = _stage_all(alive)
+        for (entry, _), view in zip(alive, views, strict=True):
+            if entry.slot is None:
+                view.zero_()
+            else:
+                copy(view, entry.slot.bytes())
+        device.synchronize(devices)
+        if verify:
+            _compare([(entry, view) for (entry, _), view in zip(alive, views, strict=True) if entry.slot is not None])
     except BaseException:
         device.synchronize(devices)
         for entry, found in alive:
@@ -230,10 +227,3 @@ def _compare(pairs: Sequence[tuple[Entry, torch.Tensor]]) -> None:
             "stays offloaded. Call reload() again in case the copy was at fault; if it fails again the host memory is, and "
             "verify=False brings the bytes back as they are"
         )
-
-
-@contextlib.contextmanager
-def _plain_torch() -> Iterator[None]:
-    """Nothing of the caller's modes: grad, inference, default device, function modes."""
-    with torch.inference_mode(False), torch.no_grad(), torch._C.DisableTorchFunction():
-        yield

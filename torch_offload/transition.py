@@ -17,6 +17,7 @@ import torch
 from . import device as devices
 from . import ledger, transfer
 from .errors import OffloadedTensorError, TransitionError, listed
+from .interrupts import Deferred
 from .ledger import TargetState
 from .plan import Plan, Planned
 from .report import LeftRow, MirrorRow, TransitionReport
@@ -108,7 +109,7 @@ class PreparedOffload:
         Raises:
             TransitionError: it was committed or abandoned before.
         """
-        with ledger.LOCK:
+        with Deferred(), ledger.LOCK:
             prepared = self._taken()
             prepared.commit()
             _settle(self._scope, self._away)
@@ -120,7 +121,7 @@ class PreparedOffload:
         Raises:
             TransitionError: it was committed or abandoned before.
         """
-        with ledger.LOCK:
+        with Deferred(), ledger.LOCK:
             self._taken().abandon()
 
     def is_pending(self) -> bool:
@@ -215,6 +216,7 @@ class _Measured:
         mirrors = scope.mirrors()
         report = TransitionReport(
             direction=self._direction,
+            targets=tuple(strategy.name for strategy in scope.alive()),
             components=tuple(sorted(self._chosen)),
             nbytes=sum(sizes),
             storages=len(sizes),

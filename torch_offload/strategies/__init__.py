@@ -63,6 +63,10 @@ def strategies_for(targets: Iterable[object], policy: Mapping[str, Any]) -> list
         if target is None:
             taken |= _keywords(PerParameterStrategy) | _keywords(OptimizerStrategy)
         elif isinstance(target, Strategy):
+            if target.target is None:
+                raise UnsupportedTargetError(
+                    f"the target of {target.name!r} is gone: strategies hold it weakly, keep it yourself"
+                )
             found.append(target)
         else:
             kind = _kind(target)

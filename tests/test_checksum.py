@@ -1,0 +1,215 @@
+"""The checksum notices what goes wrong with memory, adds up over rows, and is the formula that its module documents."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from torch_offload import checksum
+from torch_offload.checksum import ROW, checksums, partial, wrapped
+
+SIZES = [0, 1, 7, 8, ROW - 1, ROW, ROW + 1, 3 * ROW, 3 * ROW + 13]
+
+
+def reference(data: bytes, first_row: int = 0) -> int:
+    """The documented formula in plain integers: rows of 64-bit words, summed, mixed with their position, added up."""
+    total = 0
+    for start in range(0, len(data), ROW):
+        row = data[start : start + ROW]
+        row += bytes(-len(row) % 8)
+        words = (int.from_bytes(row[at : at + 8], "little") for at in range(0, len(row), 8))
+        position = first_row + start // ROW + 1
+        total += splitmix64((sum(words) + position * 0x9E3779B97F4A7C15) % 2**64)
+    total %= 2**64
+    return total - 2**64 if total >= 2**63 else total
+
+
+def splitmix64(value: int) -> int:
+    """The finalizer of splitmix64.c: https://prng.di.unimi.it/splitmix64.c."""
+    value = (value ^ (value >> 30)) * 0xBF58476D1CE4E5B9 % 2**64
+    value = (value ^ (value >> 27)) * 0x94D049BB133111EB % 2**64
+    return value ^ (value >> 31)
+
+
+def view_of(data: bytes, device: str = "cpu") -> torch.Tensor:
+    return torch.tensor(list(data), dtype=torch.uint8, device=device)
+
+
+def random_bytes(nbytes: int, seed: int = 0, device: str = "cpu") -> torch.Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randint(256, (nbytes,), dtype=torch.uint8, generator=generator).to(device)
+
+
+def checksum_of(view: torch.Tensor) -> int:
+    (value,) = checksums([view])
+    return value
+
+
+def bytes_of(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.clone().view(-1).view(torch.uint8)
+
+
+# The formula ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("nbytes", SIZES)
+def test_it_is_the_documented_formula_at_every_kind_of_size(device: str, nbytes: int) -> None:
+    view = random_bytes(nbytes, device=device)
+    assert checksum_of(view) == reference(bytes(view.tolist()))
+
+
+@given(st.binary(max_size=3 * ROW))
+def test_it_is_the_documented_formula_for_any_bytes(device: str, data: bytes) -> None:
+    assert checksum_of(view_of(data, device)) == reference(data)
+
+
+@given(st.binary(min_size=1, max_size=ROW + 100), st.integers(0, 2**40))
+def test_it_is_the_documented_formula_at_any_row(data: bytes, first_row: int) -> None:
+    assert int(partial(view_of(data), first_row)) == reference(data, first_row)
+
+
+@pytest.mark.parametrize("rows_in_a_piece", [1, 2, 3, 64])
+@pytest.mark.parametrize("nbytes", SIZES)
+def test_the_size_of_the_pieces_does_not_matter(
+    device: str, monkeypatch: pytest.MonkeyPatch, nbytes: int, rows_in_a_piece: int
+) -> None:
+    view = random_bytes(nbytes, device=device)
+    at_once = checksum_of(view)
+    calls = _counted(monkeypatch, "_rows")
+    monkeypatch.setattr(checksum, "_PIECE", rows_in_a_piece * ROW)
+    assert checksum_of(view) == at_once
+    assert len(calls) == -(-nbytes // (rows_in_a_piece * ROW))
+
+
+def _counted(monkeypatch: pytest.MonkeyPatch, name: str) -> list[tuple[object, ...]]:
+    calls: list[tuple[object, ...]] = []
+    original: Callable[..., object] = getattr(checksum, name)
+
+    def call(*args: object) -> object:
+        calls.append(args)
+        return original(*args)
+
+    monkeypatch.setattr(checksum, name, call)
+    return calls
+
+
+def test_many_views_are_summed_as_each_alone(device: str) -> None:
+    views = [random_bytes(nbytes, seed, device) for seed, nbytes in enumerate(SIZES)]
+    assert checksums(views) == [reference(bytes(view.tolist())) for view in views]
+
+
+def test_no_views_have_no_checksums() -> None:
+    assert checksums([]) == []
+
+
+def test_it_changes_nothing_and_takes_part_in_no_graph(device: str) -> None:
+    view = random_bytes(2 * ROW + 5, device=device)
+    before, version = view.clone(), view._version
+    total = partial(view)
+    assert torch.equal(view, before)
+    assert view._version == version
+    assert (total.shape, total.dtype, total.device.type, total.requires_grad) == ((), torch.int64, device, False)
+
+
+# What it notices -----------------------------------------------------------------------------------------------------
+
+
+@given(st.binary(min_size=1, max_size=2 * ROW + 50), st.data())
+def test_any_flipped_bit_changes_it(device: str, data: bytes, draw: st.DataObject) -> None:
+    bit = draw.draw(st.integers(0, 8 * len(data) - 1))
+    view = view_of(data, device)
+    before = checksum_of(view)
+    view[bit // 8] ^= 1 << bit % 8
+    assert checksum_of(view) != before
+
+
+@given(st.integers(0, 2**32), st.integers(2, 5), st.data())
+def test_a_zeroed_row_changes_it(device: str, seed: int, rows: int, data: st.DataObject) -> None:
+    view = random_bytes(rows * ROW, seed, device)
+    before = checksum_of(view)
+    view.view(rows, ROW)[data.draw(st.integers(0, rows - 1))] = 0
+    assert checksum_of(view) != before
+
+
+@given(st.integers(0, 2**32), st.integers(2, 5), st.data())
+def test_swapped_rows_change_it(device: str, seed: int, rows: int, data: st.DataObject) -> None:
+    view = random_bytes(rows * ROW, seed, device)
+    before = checksum_of(view)
+    one, other = data.draw(st.lists(st.integers(0, rows - 1), min_size=2, max_size=2, unique=True))
+    view.view(rows, ROW)[[one, other]] = view.view(rows, ROW)[[other, one]]
+    assert checksum_of(view) != before
+
+
+@given(st.integers(0, 2**32), st.integers(2, 5), st.data())
+def test_a_stale_row_changes_it(seed: int, rows: int, data: st.DataObject) -> None:
+    view, stale = random_bytes(rows * ROW, seed), random_bytes(rows * ROW, seed + 1)
+    before = checksum_of(view)
+    row = data.draw(st.integers(0, rows - 1))
+    view.view(rows, ROW)[row] = stale.view(rows, ROW)[row]
+    assert checksum_of(view) != before
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.int64, torch.uint8])
+@pytest.mark.parametrize("value", [1, 2, 8])
+def test_a_zeroed_row_of_equal_elements_changes_it(dtype: torch.dtype, value: int) -> None:
+    constant = bytes_of(torch.full((2 * ROW // dtype.itemsize,), value, dtype=dtype))
+    before = checksum_of(constant)
+    constant[:ROW] = 0
+    assert checksum_of(constant) != before
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
+def test_a_changed_sign_of_every_element_changes_it(dtype: torch.dtype) -> None:
+    weight = torch.randn(4 * ROW, generator=torch.Generator().manual_seed(0)).to(dtype)
+    assert checksum_of(bytes_of(-weight)) != checksum_of(bytes_of(weight))
+
+
+# What it leaves to those who compare sizes ---------------------------------------------------------------------------
+
+
+@given(st.integers(0, 2**32), st.integers(0, 3), st.integers(1, 3))
+def test_appended_rows_of_zeros_change_it(seed: int, rows: int, appended: int) -> None:
+    view = random_bytes(rows * ROW, seed)
+    longer = torch.cat([view, torch.zeros(appended * ROW, dtype=torch.uint8)])
+    assert checksum_of(longer) != checksum_of(view)
+
+
+@given(st.integers(0, 2**32), st.integers(1, 3 * ROW))
+def test_zeros_appended_within_the_last_row_do_not(seed: int, nbytes: int) -> None:
+    view = random_bytes(nbytes, seed)
+    filled = torch.cat([view, torch.zeros(-nbytes % ROW, dtype=torch.uint8)])
+    assert checksum_of(filled) == checksum_of(view)
+
+
+# Sums of parts -------------------------------------------------------------------------------------------------------
+
+
+@settings(max_examples=100)
+@given(st.integers(0, 2**32), st.integers(1, 6 * ROW), st.data())
+def test_parts_that_begin_at_rows_add_up(device: str, seed: int, nbytes: int, data: st.DataObject) -> None:
+    view = random_bytes(nbytes, seed, device)
+    last = (nbytes - 1) // ROW
+    cuts = sorted(data.draw(st.sets(st.integers(1, last)))) if last else []
+    starts, ends = [0, *cuts], [*cuts, last + 1]
+    parts = [partial(view[start * ROW : end * ROW], start) for start, end in zip(starts, ends, strict=True)]
+    assert wrapped(sum(int(part) for part in parts)) == checksum_of(view)
+
+
+@given(st.integers(0, 2**32), st.integers(0, 4))
+def test_a_rewritten_row_is_accounted_for_by_its_difference(seed: int, row: int) -> None:
+    view, fresh = random_bytes(5 * ROW, seed), random_bytes(ROW, seed + 1)
+    before = checksum_of(view)
+    here = view[row * ROW : (row + 1) * ROW]
+    taken = int(partial(here, row))
+    here.copy_(fresh)
+    assert wrapped(before - taken + int(partial(here, row))) == checksum_of(view)
+
+
+@given(st.integers(-(2**70), 2**70))
+def test_wrapped_is_a_signed_64_bit_integer_congruent_to_its_argument(value: int) -> None:
+    assert -(2**63) <= wrapped(value) < 2**63
+    assert (wrapped(value) - value) % 2**64 == 0

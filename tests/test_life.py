@@ -1,0 +1,236 @@
+"""A life of a trainer, step by step, beside a plain model: clones that are never offloaded."""
+
+from __future__ import annotations
+
+import copy
+import gc
+from typing import Any
+
+import hypothesis
+import torch
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+from torch import nn
+
+from torch_offload import OffloadedTensorError, Offloader, Residency, ledger, offloaded, resident
+from torch_offload.host_memory import PAGE
+from torch_offload.storage import storage_of
+
+COMPONENTS = ["params", "grads", "buffers", "optimizer"]
+some = st.sets(st.sampled_from(COMPONENTS), min_size=1)
+
+
+def build() -> tuple[nn.Module, torch.optim.Optimizer]:
+    torch.manual_seed(7)
+    model = nn.Module()
+    model.embed = nn.Embedding(5, 4)
+    model.layer = nn.Linear(4, 4)
+    model.head = nn.Linear(4, 5, bias=False)
+    model.head.weight = model.embed.weight  # a tie
+    flat = torch.randn(12)
+    model.first, model.second = nn.Parameter(flat[:7]), nn.Parameter(flat[7:])  # slices of one storage
+    model.register_buffer("count", torch.zeros(3))
+    model.register_buffer("scale", flat[3:9], persistent=False)
+    return model, torch.optim.AdamW(model.parameters(), lr=0.1)
+
+
+def loss_of(model: nn.Module) -> torch.Tensor:
+    hidden = model.layer(model.embed(torch.tensor([0, 2, 3])))
+    extra = sum(p.sum() for name, p in model.named_parameters() if name.startswith("added"))
+    return (model.head(hidden) * model.scale.mean()).pow(2).sum() + model.first.sum() * model.second.sum() + extra
+
+
+class Life(RuleBasedStateMachine):
+    """Every rule does the same to the module and to its twin, but for offloading."""
+
+    device = "cpu"
+
+    @initialize()
+    def begin(self) -> None:
+        self.model, self.optimizer = build()
+        self.twin, self.twin_optimizer = build()
+        for each in (self.model, self.twin):
+            each.to(self.device)
+        self.off = Offloader(self.model, self.optimizer, device=self.device)
+        self.part = Offloader(self.model.layer, device=self.device)
+        self.entered: list[tuple[Any, set[str]]] = []
+        self.alias: torch.Tensor | None = None
+        self.away: set[str] = set()
+        self.exact = True  # no transition of the overlapping Offloader is in force
+
+    # transitions
+
+    @rule(components=some)
+    def offload(self, components: set[str]) -> None:
+        self.off.offload(components)
+        self.away |= components
+
+    @rule(components=some)
+    def reload(self, components: set[str]) -> None:
+        self.off.reload(components)
+        self.away -= components
+        self.exact = self.exact or components == set(COMPONENTS)
+
+    @rule()
+    def offload_a_part(self) -> None:
+        self.part.offload()
+        self.exact = False
+
+    @rule()
+    def reload_a_part(self) -> None:
+        self.part.reload()
+        self.exact = False
+
+    @rule(components=some, kind=st.sampled_from([offloaded, resident]))
+    @precondition(lambda self: len(self.entered) < 3)
+    def enter(self, components: set[str], kind: Any) -> None:
+        context = kind(self.model, self.optimizer, components=components, device=self.device)
+        entry = set(self.away), {name: nbytes_of(tensor) for name, tensor in self.tensors().items()}
+        context.__enter__()
+        self.entered.append((context, *entry))
+        self.away = self.away | components if kind is offloaded else self.away - components
+
+    @rule()
+    @precondition(lambda self: self.entered)
+    def leave(self) -> None:
+        context, self.away, sizes = self.entered.pop()
+        context.__exit__(None, None, None)
+        if self.exact:
+            for name, tensor in self.tensors().items():
+                if name in sizes and not name.endswith(".grad") and self.alias is None:
+                    assert (nbytes_of(tensor) == 0) == (sizes[name] == 0), f"{name}: the entry state is not restored"
+
+    @rule()
+    def drop_the_offloader(self) -> None:
+        self.off = Offloader(self.model, self.optimizer, device=self.device)
+        gc.collect()
+
+    @rule()
+    @precondition(lambda self: not self.entered)
+    def close(self) -> None:
+        self.off.close()
+        self.part.close()
+        self.away.clear()
+        self.exact = True
+        gc.collect()
+        assert self.off.host_nbytes == 0
+
+    # what a trainer does
+
+    @rule()
+    def train(self) -> None:
+        needs = {"params", "grads", "buffers"}
+        if self.exact and not self.away & needs:
+            for model in (self.model, self.twin):
+                loss_of(model).backward()
+        elif self.away >= needs and self.exact:
+            try:
+                loss_of(self.model)
+            except OffloadedTensorError as error:
+                assert "Module." in str(error)  # noqa: PT017
+            else:
+                raise AssertionError("an offloaded module computed")
+
+    @rule()
+    def step(self) -> None:
+        if self.exact and not self.away:
+            self.optimizer.step()
+            self.twin_optimizer.step()
+
+    @rule(to_none=st.booleans())
+    def zero_grad(self, to_none: bool) -> None:
+        if to_none or (self.exact and "grads" not in self.away):
+            self.optimizer.zero_grad(set_to_none=to_none)
+            self.twin_optimizer.zero_grad(set_to_none=to_none)
+
+    @rule(seed=st.integers(0, 99))
+    def load(self, seed: int) -> None:
+        """Also while offloaded: into the mirror."""
+        generator = torch.Generator().manual_seed(seed)
+        values = {name: torch.randn(tensor.shape, generator=generator) for name, tensor in self.twin.state_dict().items()}
+        self.model.load_state_dict(values)
+        self.twin.load_state_dict(values)
+
+    @rule()
+    @precondition(lambda self: not any(name.startswith("added") for name, _ in self.twin.named_parameters()))
+    def add_a_parameter(self) -> None:
+        value = torch.randn(6)
+        for model, optimizer in ((self.model, self.optimizer), (self.twin, self.twin_optimizer)):
+            model.added = nn.Parameter(value.clone().to(self.device))
+            optimizer.add_param_group({"params": [model.added]})
+        self.exact = False
+
+    @rule()
+    def hold_an_alias(self) -> None:
+        self.alias = self.model.layer.weight.detach()
+
+    @rule()
+    def drop_the_alias(self) -> None:
+        self.alias = None
+
+    # what must hold
+
+    def tensors(self, *, twin: bool = False) -> dict[str, torch.Tensor]:
+        model, optimizer = (self.twin, self.twin_optimizer) if twin else (self.model, self.optimizer)
+        found = dict(model.named_parameters(remove_duplicate=False))
+        found |= {f"{name}.grad": p.grad for name, p in found.items() if p.grad is not None}
+        found |= dict(model.named_buffers())
+        for index, group in enumerate(optimizer.param_groups):
+            for number, parameter in enumerate(group["params"]):
+                for key, value in optimizer.state.get(parameter, {}).items():
+                    found[f"{index}.{number}.{key}"] = value
+        return found
+
+    @invariant()
+    def values_are_the_twins(self) -> None:
+        ours, theirs = self.tensors(), self.tensors(twin=True)
+        assert ours.keys() == theirs.keys()
+        for name, tensor in ours.items():
+            assert torch.equal(tensor.detach().cpu(), theirs[name].detach().cpu()), name
+
+    @invariant()
+    def classes_and_ties_are_kept(self) -> None:
+        assert self.model.head.weight is self.model.embed.weight
+        assert storage_of(self.model.first) is storage_of(self.model.second)
+        if self.exact and not self.away:
+            assert set(self.off.residency.values()) == {Residency.RESIDENT}
+            for tensor in self.tensors().values():
+                assert type(tensor) in (torch.Tensor, nn.Parameter)
+                assert not tensor.__dict__
+
+    @invariant()
+    def a_component_that_is_away_left_nothing(self) -> None:
+        if self.exact:
+            for component, residency in self.off.residency.items():
+                if component not in self.away:
+                    assert residency is Residency.RESIDENT
+
+    @invariant()
+    def host_memory_is_at_most_the_distinct_storages(self) -> None:
+        storages = {storage_of(tensor)._cdata: storage_of(tensor) for tensor in self.tensors().values()}
+        entries = {entry.cdata: entry for entry in ledger.entries()}
+        total = sum(entries[key].nbytes if key in entries else each.nbytes() for key, each in storages.items())
+        gone = sum(4 * 64 for _ in range(20))  # slots of gradients that are gone wait for the next ones
+        assert self.off.host_nbytes + self.part.host_nbytes <= 2 * total + 64 * len(storages) + 8 * PAGE + gone
+
+    def teardown(self) -> None:
+        while getattr(self, "entered", None):
+            self.entered.pop()[0].__exit__(None, None, None)
+        if hasattr(self, "off"):
+            self.off.reload()
+            self.part.reload()
+            self.values_are_the_twins()
+            assert copy.deepcopy(self.model) is not self.model
+            self.off.close()
+            self.part.close()
+
+
+def nbytes_of(tensor: torch.Tensor) -> int:
+    return storage_of(tensor).nbytes()
+
+
+def test_a_trainers_life(device: str) -> None:
+    machine = type("LifeOnDevice", (Life,), {"device": device})
+    hypothesis.stateful.run_state_machine_as_test(
+        machine, settings=hypothesis.settings(max_examples=100, stateful_step_count=25, deadline=None)
+    )
