@@ -16,7 +16,10 @@ import multiprocessing
 import os
 import pickle
 import sys
+import tempfile
 import warnings
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import torch
@@ -68,7 +71,21 @@ def world(device: str) -> dict[str, Any]:
     names |= {"sd": copy.deepcopy(m.state_dict()), "osd": copy.deepcopy(o.state_dict())}
     return names | {
         "torch": torch, "nn": nn, "F": F, "U": U, "np": np, "io": io, "copy": copy, "pickle": pickle, "wrap": Before(m),
+        "thread": thread, "all_reduce": all_reduce,
     }  # fmt: skip
+
+
+def thread(call: Callable[[], Any]) -> Any:
+    """The value of a call in another thread, or its error."""
+    with ThreadPoolExecutor(1) as pool:
+        return pool.submit(call).result()
+
+
+def all_reduce(tensor: torch.Tensor) -> None:
+    """A collective over one gloo rank."""
+    with tempfile.NamedTemporaryFile() as file:
+        torch.distributed.init_process_group("gloo", init_method=f"file://{file.name}", rank=0, world_size=1)
+        torch.distributed.all_reduce(tensor)
 
 
 class Before:
@@ -155,6 +172,8 @@ def outcome(row: str, names: dict[str, Any], twin: dict[str, Any], device: str) 
             return "refused", text
         return "unnamed", f"{type(error).__name__}: {text}"
     off.close()
+    if seen == "PyCapsule":
+        return "hollow", "a capsule around no memory"
     torch.manual_seed(1)
     wanted = observed(perform(DETACHED.get(row, row), twin))
     if not same(seen, wanted):

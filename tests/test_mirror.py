@@ -139,7 +139,7 @@ def test_slots_share_no_byte(kept: PinnedMirror) -> None:
 
 
 def test_a_view_of_a_slot_is_the_same_memory_on_a_storage_of_its_own(kept: PinnedMirror) -> None:
-    slot = taken(kept, {"weight": Storage(100)})["weight"]
+    slot = taken(kept, {"bias": Storage(10), "weight": Storage(100)})["weight"]
     view = slot.view()
     view.fill_(5)
     assert bool((slot.bytes == 5).all())
@@ -171,6 +171,9 @@ def test_another_size_never_takes_a_slot(kept: PinnedMirror, nbytes: int) -> Non
 def test_lent_slots_are_not_taken(kept: PinnedMirror) -> None:
     storage = Storage(100)
     first = lent(kept, {"weight": storage})["weight"]
+    assert taken(kept, {"other": Storage(100)})["other"] is not first
+    kept.give(first)
+    assert lent(kept, {"weight": storage})["weight"] is first
     assert taken(kept, {"other": Storage(100)})["other"] is not first
 
 

@@ -83,15 +83,11 @@ def guard_of(tensor: torch.Tensor) -> Guard | None:
 
 
 def lift(entry: Entry) -> None:
-    """Free every tensor that was guarded for this entry, newest first, and its barriers. Calling it twice is harmless."""
+    """Free every tensor that was guarded for this entry, newest first. Calling it twice is harmless."""
     for reference in reversed(entry.guards):
         found = reference()
         if found is not None:
             found.lift()
-    for reference in entry.barriers:
-        barrier = reference()
-        if barrier is not None:
-            barrier.remove()
 
 
 class Barrier:

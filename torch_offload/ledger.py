@@ -124,10 +124,13 @@ class Entry:
         self._export = None
 
     def release(self) -> None:
-        """Leave the ledger; the slot waits in its mirror again. Calling it twice is harmless.
+        """Leave the ledger; the barriers are gone and the slot waits in its mirror again. Calling it twice is harmless.
 
         A slot that somebody still saves from is not used again: its memory is theirs until they are done.
         """
+        for reference in self.barriers:
+            if (barrier := reference()) is not None:
+                barrier.remove()
         mirror = self.mirror()
         if self.slot is not None and mirror is not None:
             exported = self._export is not None and self._export() is not None

@@ -1,0 +1,292 @@
+"""Contexts and components: entry states, nesting, threads, decorators, prepared transitions."""
+
+from __future__ import annotations
+
+import gc
+import threading
+
+import pytest
+import torch
+from torch import nn
+
+from torch_offload import (
+    OffloadedTensorError,
+    Offloader,
+    Residency,
+    TransitionError,
+    ledger,
+    offloaded,
+    resident,
+)
+from torch_offload.storage import storage_of
+from torch_offload.testing import Portrait
+
+
+@pytest.fixture
+def model(device: str) -> nn.Module:
+    model = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4)).to(device)
+    model(torch.randn(3, 4, device=device)).sum().backward()
+    return model
+
+
+def is_away(tensor: torch.Tensor) -> bool:
+    return storage_of(tensor).nbytes() == 0
+
+
+def test_calls_are_idempotent_and_need_no_order(device: str, model: nn.Module) -> None:
+    off = Offloader(model, device=device)
+    assert off.reload().nbytes == 0  # a reload without an offload
+    assert off.offload().nbytes > 0
+    assert off.offload().nbytes == 0  # a second offload
+    assert off.reload().nbytes > 0
+    assert off.reload().nbytes == 0
+    assert set(off.residency.values()) == {Residency.RESIDENT}
+
+
+def test_components_go_and_come_in_any_order(device: str, model: nn.Module) -> None:
+    off = Offloader(model, device=device)
+    off.offload("params")
+    off.offload(["grads", "buffers"])
+    off.reload("grads")
+    assert off.residency == {"params": Residency.OFFLOADED, "grads": Residency.RESIDENT, "buffers": Residency.OFFLOADED}
+    assert is_away(model[0].weight)
+    assert not is_away(model[0].weight.grad)
+    off.reload("params")
+    off.reload("buffers")
+    assert not is_away(model[0].weight)
+
+
+def test_a_weight_sync_inside_a_rollout(device: str, model: nn.Module) -> None:
+    """Parameters and buffers come back alone; a stray backward raises and leaves the gradients as they were."""
+    gradient = Portrait.of(model[0].weight.grad)
+    with offloaded(model, device=device):
+        with resident(model, components=["params", "buffers"], device=device) as off:
+            assert off.residency["grads"] is Residency.OFFLOADED
+            out = model(torch.randn(3, 4, device=device))
+            with pytest.raises(OffloadedTensorError, match=r"accumulate into 'Sequential\.\d\.\w+\.grad'"):
+                out.sum().backward()
+            del out
+        assert is_away(model[0].weight)
+    gradient.check()
+    model(torch.randn(3, 4, device=device)).sum().backward()
+    assert not torch.equal(model[0].weight.grad.view(torch.uint8), gradient.content.view(4, 16).to(device))
+
+
+def test_new_gradients_may_be_made_while_the_old_ones_are_dropped(device: str, model: nn.Module) -> None:
+    off = Offloader(model, device=device)
+    off.offload("grads")
+    model.zero_grad()
+    model(torch.randn(3, 4, device=device)).sum().backward()
+    assert not is_away(model[0].weight.grad)
+    off.reload()
+    assert model[0].weight._backward_hooks is None
+
+
+def test_the_exit_restores_what_the_entry_found(device: str, model: nn.Module) -> None:
+    off = Offloader(model, device=device)
+    off.offload("grads")
+    with offloaded(model, device=device):
+        assert is_away(model[0].weight)
+    assert not is_away(model[0].weight)
+    assert is_away(model[0].weight.grad)
+    with resident(model, device=device):
+        assert not is_away(model[0].weight.grad)
+    assert is_away(model[0].weight.grad)
+    off.reload()
+
+
+def test_a_part_of_what_is_away_stays_away(device: str, model: nn.Module) -> None:
+    with offloaded(model, device=device):
+        with offloaded(model[0], device=device):
+            assert is_away(model[0].weight)
+        assert is_away(model[0].weight)
+        with resident(model[0], device=device):
+            assert not is_away(model[0].weight)
+            assert is_away(model[1].weight)
+        assert is_away(model[0].weight)
+    assert not is_away(model[0].weight)
+    with offloaded(model[0], device=device):
+        with offloaded(model, device=device):
+            assert is_away(model[1].weight)
+        assert is_away(model[0].weight)
+        assert not is_away(model[1].weight)
+    assert not is_away(model[0].weight)
+
+
+def test_what_the_body_did_is_undone_at_the_exit(device: str, model: nn.Module) -> None:
+    off = Offloader(model, device=device)
+    with off.offloaded():
+        off.reload()
+    assert not is_away(model[0].weight)
+    with off.resident():
+        off.offload()
+    assert not is_away(model[0].weight)
+
+
+def test_contexts_are_left_in_reverse_order(device: str, model: nn.Module) -> None:
+    first, second = offloaded(model, device=device), offloaded(model, components="grads", device=device)
+    first.__enter__()
+    second.__enter__()
+    with pytest.raises(TransitionError, match="reverse order"):
+        first.__exit__(None, None, None)
+    assert is_away(model[0].weight)
+    second.__exit__(None, None, None)
+    Offloader(model, device=device).reload()
+    with offloaded(model, device=device):  # nothing of the wrong exit is left behind
+        pass
+
+
+def test_one_context_object_may_be_entered_again_and_inside_itself(device: str, model: nn.Module) -> None:
+    context = Offloader(model, device=device).offloaded()
+    for _ in range(2):
+        with context, context:
+            assert is_away(model[0].weight)
+        assert not is_away(model[0].weight)
+
+
+def test_as_a_decorator_on_every_call(device: str, model: nn.Module) -> None:
+    @offloaded(model, device=device)
+    def rollout(value: int, *, other: int = 0) -> tuple[bool, int]:
+        """Doc."""
+        return is_away(model[0].weight), value + other
+
+    assert rollout.__name__ == "rollout"
+    assert rollout.__doc__ == "Doc."
+    assert [rollout(1, other=2), rollout(5)] == [(True, 3), (True, 5)]
+    assert not is_away(model[0].weight)
+
+
+def test_decorating_what_suspends_is_a_type_error(device: str, model: nn.Module) -> None:
+    context = offloaded(model, device=device)
+
+    def generator():
+        yield
+
+    async def coroutine() -> None: ...
+
+    async def asynchronous_generator():
+        yield
+
+    for function in (generator, coroutine, asynchronous_generator):
+        with pytest.raises(TypeError, match=f"{function.__name__} suspends.*inside it"):
+            context(function)
+
+
+def in_a_thread(call) -> BaseException | None:
+    found: list[BaseException | None] = [None]
+
+    def run() -> None:
+        try:
+            call()
+        except BaseException as error:
+            found[0] = error
+
+    thread = threading.Thread(target=run)
+    thread.start()
+    thread.join()
+    return found[0]
+
+
+def test_entering_while_another_thread_is_inside_raises(device: str, model: nn.Module) -> None:
+    with offloaded(model, device=device):
+        error = in_a_thread(offloaded(model, device=device).__enter__)
+        assert isinstance(error, TransitionError)
+        assert "another thread" in str(error)
+        assert is_away(model[0].weight)
+    assert not is_away(model[0].weight)
+    assert in_a_thread(lambda: offloaded(model, device=device).__enter__().reload()) is None
+
+
+def test_another_thread_gets_the_named_error(device: str, model: nn.Module) -> None:
+    with offloaded(model, device=device):
+        error = in_a_thread(lambda: model(torch.ones(3, 4, device=device)))
+    assert isinstance(error, OffloadedTensorError)
+    assert "Sequential.0." in str(error)
+
+
+def test_transitions_of_several_threads_exclude_each_other(device: str) -> None:
+    models = [nn.Linear(16, 16, device=device) for _ in range(4)]
+    portraits = [Portrait.of(each.weight) for each in models]
+
+    def cycle(each: nn.Module) -> None:
+        off = Offloader(each, device=device)
+        for _ in range(20):
+            off.offload()
+            off.reload()
+
+    threads = [threading.Thread(target=cycle, args=(each,)) for each in models]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    for portrait in portraits:
+        portrait.check()
+
+
+def test_a_prepared_offload_waits_for_its_commit(device: str, model: nn.Module) -> None:
+    off = Offloader(model, device=device)
+    portraits = [Portrait.of(p) for p in model.parameters()]
+    token = off.prepare()
+    assert off.residency["params"] is Residency.RESIDENT
+    assert not is_away(model[0].weight)
+    with pytest.raises(OffloadedTensorError, match=r"Sequential\.0\.weight.*prepared.*abandon"):
+        model[0].weight.sum()
+    with pytest.raises(OffloadedTensorError, match="prepared"):
+        model[0].weight.cpu()
+    for call in (off.offload, off.reload, off.prepare, Offloader(nn.Linear(1, 1), device=device).offload):
+        with pytest.raises(TransitionError, match=r"commit\(\) or abandon\(\)"):
+            call()
+    token.abandon()
+    for portrait in portraits:
+        portrait.check()
+    token = off.prepare()
+    report = token.commit()
+    assert report is off.report
+    assert is_away(model[0].weight)
+    for call in (token.commit, token.abandon):
+        with pytest.raises(TransitionError, match="before"):
+            call()
+    off.reload()
+    for portrait in portraits:
+        portrait.check()
+
+
+def test_a_dropped_token_is_an_abandon(device: str, model: nn.Module) -> None:
+    off = Offloader(model, device=device)
+    token = off.prepare()
+    del token
+    gc.collect()
+    assert off.reload().nbytes == 0
+    assert not list(ledger.entries())
+    assert type(model[0].weight) is nn.Parameter
+
+
+def test_an_unknown_component_names_those_there_are(device: str, model: nn.Module) -> None:
+    off = Offloader(model, device=device)
+    for call in (off.offload, off.reload, off.prepare, off.offloaded, off.resident):
+        with pytest.raises(ValueError, match=r"'optimizer'.*'params', 'grads', 'buffers'"):
+            call(["params", "optimizer"])
+
+
+def test_dropping_the_offloader_loses_nothing(device: str, model: nn.Module) -> None:
+    portraits = [Portrait.of(p) for p in model.parameters()]
+    Offloader(model, device=device).offload()
+    gc.collect()
+    assert is_away(model[0].weight)
+    assert Offloader(model, device=device).residency["params"] is Residency.OFFLOADED
+    Offloader(model, device=device).reload()
+    for portrait in portraits:
+        portrait.check()
+
+
+@pytest.mark.gpu
+def test_refused_while_the_stream_captures() -> None:
+    model = nn.Linear(4, 4, device="cuda")
+    off = Offloader(model)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        model.weight * 2
+        with pytest.raises(TransitionError, match="capturing"):
+            off.offload()
+    off.offload()
+    off.reload()
