@@ -19,7 +19,7 @@ import torch
 from torch import nn
 
 import torch_offload
-from torch_offload import OffloadedTensorError, Offloader, TransitionError, offloaded
+from torch_offload import OffloadedTensorError, Offloader, TransitionError, offloaded, testing
 from torch_offload.storage import storage_of
 from torch_offload.testing import Portrait
 
@@ -260,25 +260,26 @@ def test_a_forked_child_gets_an_error_and_not_a_crash() -> None:
 
 
 def test_a_read_waits_for_a_transition_of_another_thread(device: str, model: nn.Module) -> None:
-    off = Offloader(model, device=device)
-    wanted = model[0].weight.detach().cpu().clone()
-    wrong, stop = [], threading.Event()
+    wanted, found, begun = model[0].weight.tolist(), [], threading.Event()
 
     def read() -> None:
-        while not stop.is_set():
-            if not torch.equal(model[0].weight.detach().cpu(), wanted):
-                wrong.append(1)
+        begun.set()
+        found.append(model[0].weight.tolist())
 
-    off.offload()
     thread = threading.Thread(target=read)
-    thread.start()
-    for _ in range(30):
+
+    def in_the_middle(index: int, _destination: torch.Tensor) -> None:
+        if index == 0:
+            thread.start()
+            begun.wait()
+            assert not found
+
+    off = Offloader(model, device=device)
+    off.offload()
+    with testing.link(corrupt=in_the_middle):
         off.reload()
-        off.offload()
-    stop.set()
     thread.join()
-    off.reload()
-    assert not wrong
+    assert found == [wanted]
 
 
 def test_reload_of_one_tensor_whose_module_is_gone(device: str) -> None:

@@ -125,7 +125,7 @@ def test_slots_are_of_exactly_the_sizes_asked_in_order(kept: PinnedMirror) -> No
     sizes = [1, 64, 65, 3, PAGE, 2 * PAGE + 1, 1]
     slots = taken(kept, {str(index): Storage(nbytes) for index, nbytes in enumerate(sizes)}).values()
     assert [slot.nbytes for slot in slots] == sizes
-    assert [slot.bytes.untyped_storage().nbytes() for slot in slots] == sizes
+    assert [slot.bytes().untyped_storage().nbytes() for slot in slots] == sizes
 
 
 @pytest.mark.usefixtures("_blocks")
@@ -133,18 +133,25 @@ def test_slots_share_no_byte(kept: PinnedMirror) -> None:
     sizes = [1, 64, 65, 3, PAGE, 2 * PAGE + 1, 1]
     slots = list(taken(kept, {str(index): Storage(nbytes) for index, nbytes in enumerate(sizes)}).values())
     for index, slot in enumerate(slots):
-        slot.bytes.fill_(index)
+        slot.bytes().fill_(index)
     for index, slot in enumerate(slots):
-        assert bool((slot.bytes == index).all())
+        assert bool((slot.bytes() == index).all())
 
 
-def test_a_view_of_a_slot_is_the_same_memory_on_a_storage_of_its_own(kept: PinnedMirror) -> None:
+def test_each_look_at_a_slot_is_the_same_memory_on_a_storage_of_its_own(kept: PinnedMirror) -> None:
     slot = taken(kept, {"bias": Storage(10), "weight": Storage(100)})["weight"]
-    view = slot.view()
-    view.fill_(5)
-    assert bool((slot.bytes == 5).all())
-    assert view.untyped_storage() is not slot.bytes.untyped_storage()
-    assert (view.untyped_storage().nbytes(), view.data_ptr()) == (100, slot.bytes.data_ptr())
+    first, second = slot.bytes(), slot.bytes()
+    second.fill_(5)
+    assert bool((first == 5).all())
+    assert first.untyped_storage() is not second.untyped_storage()
+    assert (second.untyped_storage().nbytes(), second.data_ptr()) == (100, first.data_ptr())
+
+
+def test_a_slot_first_looked_at_in_inference_mode_can_be_written_outside_of_it(kept: PinnedMirror) -> None:
+    with torch.inference_mode():
+        slot = taken(kept, {"weight": Storage(100)})["weight"]
+        slot.bytes().fill_(1)
+    assert int(slot.bytes().add_(1).sum()) == 200
 
 
 def test_a_second_cycle_takes_the_same_slots_and_no_memory(kept: PinnedMirror, mapped: Mapped) -> None:
@@ -293,11 +300,11 @@ def test_what_living_storages_left_is_kept(kept: PinnedMirror, mapped: Mapped, m
 def test_closing_gives_back_what_waits_and_not_what_is_lent(kept: PinnedMirror, mapped: Mapped) -> None:
     weight, grad = Storage(10 * PAGE), Storage(5 * PAGE)
     slot = lent(kept, {"weight": weight})["weight"]
-    slot.bytes.fill_(3)
+    slot.bytes().fill_(3)
     cycled(kept, {"grad": grad})
     kept.close()
     assert (mapped.now, kept.nbytes) == (10 * PAGE, 10 * PAGE)
-    assert bool((slot.bytes == 3).all())
+    assert bool((slot.bytes() == 3).all())
     kept.close()
     assert kept.nbytes == 10 * PAGE
 
@@ -309,7 +316,7 @@ def test_closing_ends_the_registrations_of_what_waits() -> None:
         cycled(kept, {"grad": Storage(PAGE)})
         assert (len(registered), kept.pinned) == (2, True)
         kept.close()
-        assert (registered, kept.pinned) == ([slots["weight"].bytes.data_ptr()], True)
+        assert (registered, kept.pinned) == ([slots["weight"].bytes().data_ptr()], True)
         del kept, slots
     assert not registered
 
@@ -427,7 +434,7 @@ class Mirrors(RuleBasedStateMachine):
             assert self.seen.now <= allowed(self.known, blocks=len(self.known))
         for name, slot in slots.items():
             self.count += 1
-            slot.bytes.fill_(self.count % 251)
+            slot.bytes().fill_(self.count % 251)
             self.lent[name] = (slot, self.count % 251)
 
     @precondition(lambda self: self.lent)
@@ -435,7 +442,7 @@ class Mirrors(RuleBasedStateMachine):
     def give_some(self, data: st.DataObject) -> None:
         for name in data.draw(st.sets(st.sampled_from(sorted(self.lent)), min_size=1)):
             slot, content = self.lent.pop(name)
-            assert bool((slot.bytes == content).all())
+            assert bool((slot.bytes() == content).all())
             self.kept.give(slot)
 
     @precondition(lambda self: not self.lent)
