@@ -148,8 +148,13 @@ def perform(row: str, names: dict[str, Any]) -> Any:
         return exec(row, names)
 
 
-# What a resident tensor gives only once it is detached; a mirror has no graph to lose.
-DETACHED = {"w.numpy()": "w.detach().numpy()", "np.asarray(w)": "np.asarray(w.detach())"}
+# What a resident tensor gives only once it is detached and on the host; a mirror is both.
+DETACHED = {
+    "w.numpy()": "w.detach().cpu().numpy()",
+    "w.detach().numpy()": "w.detach().cpu().numpy()",
+    "np.asarray(w)": "np.asarray(w.detach().cpu())",
+    "np.array(w.grad)": "np.array(w.grad.cpu())",
+}
 
 
 def outcome(row: str, names: dict[str, Any], twin: dict[str, Any], device: str) -> tuple[str, str]:
@@ -175,7 +180,10 @@ def outcome(row: str, names: dict[str, Any], twin: dict[str, Any], device: str) 
     if seen == "PyCapsule":
         return "hollow", "a capsule around no memory"
     torch.manual_seed(1)
-    wanted = observed(perform(DETACHED.get(row, row), twin))
+    try:
+        wanted = observed(perform(DETACHED.get(row, row), twin))
+    except Exception as error:
+        return "wrong", f"gave {seen!r:.200} where a resident module raises {error!r:.200}"
     if not same(seen, wanted):
         return "wrong", f"gave {seen!r:.200} and not {wanted!r:.200}"
     return ("right", "") if same(snapshot(names), snapshot(twin)) else ("wrong", "the module differs from its twin afterwards")

@@ -82,7 +82,7 @@ def test_custom_strategy_moves_the_average_once_and_alone_if_asked_to(device: st
 
     weights = (256 * 512 + 512 + 512 * 10 + 10) * 4
     assert re.search(rf"^storages +5 \({re.escape(shown(2 * weights))}\)$", printed, re.MULTILINE)
-    assert f"offload of average: {shown(weights)} in 1 storages" in printed
+    assert f"offload Sequential + WeightAverage (average): {shown(weights)} in 1 storage, " in printed
 
 
 # rollout_phase ---------------------------------------------------------------------------------------------------------

@@ -128,8 +128,8 @@ def test_loading_while_offloaded_lands_after_the_reload(device: str, data: st.Da
     with offloaded(specimen.module, device=device):
         specimen.module.load_state_dict(values, strict=False)
         saved = {name: tensor.cpu() for name, tensor in specimen.module.state_dict().items()}
-    for name, tensor in specimen.module.state_dict().items():
-        assert torch.equal(_bits(tensor.cpu()), _bits(saved[name]))
+    for name, tensor in specimen.module.state_dict().items():  # not bit by bit: conjugating a NaN may change its sign
+        torch.testing.assert_close(tensor.cpu(), saved[name], rtol=0, atol=0, equal_nan=True)
     for name, value in values.items():
         if "tie" not in specimen.kinds:
             assert torch.equal(specimen.module.state_dict()[name], value)

@@ -20,22 +20,22 @@ COMPONENTS = ["params", "grads", "buffers", "optimizer"]
 some = st.sets(st.sampled_from(COMPONENTS), min_size=1)
 
 
-def build() -> tuple[nn.Module, torch.optim.Optimizer]:
+def build(device: str) -> tuple[nn.Module, torch.optim.Optimizer]:
     torch.manual_seed(7)
     model = nn.Module()
-    model.embed = nn.Embedding(5, 4)
-    model.layer = nn.Linear(4, 4)
-    model.head = nn.Linear(4, 5, bias=False)
+    model.embed = nn.Embedding(5, 4, device=device)
+    model.layer = nn.Linear(4, 4, device=device)
+    model.head = nn.Linear(4, 5, bias=False, device=device)
     model.head.weight = model.embed.weight  # a tie
-    flat = torch.randn(12)
+    flat = torch.randn(12, device=device)
     model.first, model.second = nn.Parameter(flat[:7]), nn.Parameter(flat[7:])  # slices of one storage
-    model.register_buffer("count", torch.zeros(3))
+    model.register_buffer("count", torch.zeros(3, device=device))
     model.register_buffer("scale", flat[3:9], persistent=False)
     return model, torch.optim.AdamW(model.parameters(), lr=0.1)
 
 
 def loss_of(model: nn.Module) -> torch.Tensor:
-    hidden = model.layer(model.embed(torch.tensor([0, 2, 3])))
+    hidden = model.layer(model.embed(torch.tensor([0, 2, 3], device=model.first.device)))
     extra = sum(p.sum() for name, p in model.named_parameters() if name.startswith("added"))
     return (model.head(hidden) * model.scale.mean()).pow(2).sum() + model.first.sum() * model.second.sum() + extra
 
@@ -47,10 +47,8 @@ class Life(RuleBasedStateMachine):
 
     @initialize()
     def begin(self) -> None:
-        self.model, self.optimizer = build()
-        self.twin, self.twin_optimizer = build()
-        for each in (self.model, self.twin):
-            each.to(self.device)
+        self.model, self.optimizer = build(self.device)
+        self.twin, self.twin_optimizer = build(self.device)
         self.off = Offloader(self.model, self.optimizer, device=self.device)
         self.part = Offloader(self.model.layer, device=self.device)
         self.entered: list[tuple[Any, set[str]]] = []

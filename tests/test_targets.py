@@ -181,7 +181,8 @@ def test_beside_an_accelerator_host_tensors_are_left_alone() -> None:
 
 @pytest.mark.gpu
 def test_a_model_in_host_memory_beside_a_gpu_is_left_with_that_reason() -> None:
-    report = Offloader(nn.Linear(3, 3)).offload()
+    model = nn.Linear(3, 3)
+    report = Offloader(model).offload()
     assert report.nbytes == 0
     assert [(row.name, row.reason) for row in report.left] == [
         ("Linear.weight", "already in host memory"),

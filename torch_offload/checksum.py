@@ -1,8 +1,8 @@
 """One 64-bit number for many bytes, computed where the bytes are.
 
-Each row of 4 KiB is summed as 64-bit integers, mixed with its position and added up. A changed bit always changes the
-number; a zeroed, stale or swapped row changes it but for one case in 2**64. It finds faulty hardware and faulty code and is
-no defence against somebody who forges data. The mixing function is splitmix64's (Steele, Lea and Flood, "Fast splittable
+Each row of 512 bytes is summed as 32-bit integers into a 64-bit one, which cannot overflow, mixed with its position and added
+up. A changed bit always changes the number; a zeroed, stale or swapped page (eight rows) changes it unless all eight sums happen
+to agree. It finds faulty hardware and faulty code and is no defence against somebody who forges data. The mixing function is splitmix64's (Steele, Lea and Flood, "Fast splittable
 pseudorandom number generators", OOPSLA 2014, in the variant of Sebastiano Vigna).
 """
 
@@ -12,8 +12,8 @@ from collections.abc import Sequence
 
 import torch
 
-ROW = 4096  # bytes
-_PIECE = 256 * 2**20  # bytes summed at once: the temporaries are 1/512 of it, since the device may be nearly full
+ROW = 512  # bytes
+_PIECE = 256 * 2**20  # bytes summed at once: the temporaries are a sixteenth of it, since the device may be nearly full
 
 
 def checksums(views: Sequence[torch.Tensor]) -> list[int]:
@@ -30,7 +30,7 @@ def partial(view: torch.Tensor, first_row: int = 0) -> torch.Tensor:
     """What the bytes of ``view`` add to the checksum of a storage in which they start at row ``first_row``.
 
     Args:
-        view: uint8 tensor of shape ``(nbytes,)`` whose address is a multiple of 8.
+        view: uint8 tensor of shape ``(nbytes,)`` whose address is a multiple of 4.
         first_row: the number of whole rows before it.
 
     Returns:
@@ -49,11 +49,11 @@ def wrapped(value: int) -> int:
 
 def _rows(view: torch.Tensor, first_row: int) -> torch.Tensor:
     whole = view.numel() // ROW * ROW
-    sums = [view[:whole].view(torch.int64).view(-1, ROW // 8).sum(1)]
+    sums = [view[:whole].view(torch.int32).view(-1, ROW // 4).sum(1)]
     if whole < view.numel():
         tail = torch.zeros(ROW, dtype=torch.uint8, device=view.device)
         tail[: view.numel() - whole] = view[whole:]
-        sums.append(tail.view(torch.int64).sum().view(1))
+        sums.append(tail.view(torch.int32).sum().view(1))
     row_sums = torch.cat(sums)
     positions = torch.arange(first_row + 1, first_row + 1 + row_sums.numel(), device=view.device)
     return _mix(row_sums + positions * wrapped(0x9E3779B97F4A7C15)).sum()

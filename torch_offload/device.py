@@ -63,9 +63,9 @@ def driver_free_nbytes(devices: Iterable[torch.device]) -> int | None:
     return sum(torch.cuda.mem_get_info(d)[0] for d in found) if found else None
 
 
-def is_capturing() -> bool:
+def is_capturing(device: torch.device) -> bool:
     """Whether the current stream records a graph; a wait or an allocation would break that capture."""
-    return torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()
+    return device.type == "cuda" and torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()
 
 
 def registers_host_memory(device: torch.device) -> bool:
@@ -74,21 +74,23 @@ def registers_host_memory(device: torch.device) -> bool:
 
 
 def register_host(pointer: int, nbytes: int) -> bool:
-    """Page-lock ``nbytes`` bytes at ``pointer`` for every CUDA/HIP context of the process; False where the driver refuses.
-
-    A refused call leaves an error behind that the next kernel launch would report as its own (seen with CUDA 13 on
-    an H200), so one launch is spent on it here.
-    """
-    if int(_runtime().cudaHostRegister(pointer, nbytes, _PORTABLE)) == 0:
-        return True
-    with contextlib.suppress(RuntimeError):
-        torch.zeros(1, device="cuda")
-    return False
+    """Page-lock ``nbytes`` bytes at ``pointer`` for every CUDA/HIP context of the process; False where the driver refuses."""
+    return _succeeded(_runtime().cudaHostRegister(pointer, nbytes, _PORTABLE))
 
 
 def unregister_host(pointer: int) -> None:
     """Undo `register_host`. Must come before the memory is unmapped, and breaks a capture on any stream."""
-    _runtime().cudaHostUnregister(pointer)
+    _succeeded(_runtime().cudaHostUnregister(pointer))
+
+
+def _succeeded(code: Any) -> bool:
+    """A refused call leaves an error behind that the next kernel launch would report as its own (seen with CUDA 13 on an
+    H200), so one launch is spent on it."""
+    if int(code) == 0:
+        return True
+    with contextlib.suppress(RuntimeError):
+        torch.zeros(1, device="cuda")
+    return False
 
 
 def _runtime() -> Any:

@@ -219,7 +219,8 @@ def reload(tensor: torch.Tensor, *, verify: bool = True) -> None:
         DeviceMemoryError, IntegrityError, TransitionError: it stays offloaded; call again.
     """
     with Deferred(), ledger.LOCK:
-        start()
-        entry = ledger.entry_of(storage_of(tensor))
+        storage = storage_of(tensor)
+        start(storage.device)
+        entry = ledger.entry_of(storage)
         if entry is not None:
             transfer.allocate_then_copy([entry], verify=verify)

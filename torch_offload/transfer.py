@@ -178,13 +178,13 @@ def repair() -> None:
             storage.give_up(found)  # cut between the flag and the free, or regrown by a foreign set_
 
 
-def check_possible() -> None:
-    """Raise if no transition can run now.
+def check_possible(where: torch.device) -> None:
+    """Raise if no transition of memory on this device can run now.
 
     Raises:
         TransitionError: the current stream is capturing a graph.
     """
-    if device.is_capturing():
+    if device.is_capturing(where):
         raise TransitionError(
             "the current stream is capturing a CUDA graph, and a transition waits, allocates and frees. Offload or reload "
             "before or after the capture"

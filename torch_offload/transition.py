@@ -80,7 +80,7 @@ class PreparedOffload:
     """
 
     def __init__(self, scope: Scope, chosen: frozenset[str], away: Away, *, keep: Sequence[Storage] = ()) -> None:
-        start()
+        start(scope.device)
         for strategy in scope.alive():
             strategy.check(chosen.intersection(strategy.components))
         plan = scope.plan()
@@ -139,7 +139,7 @@ def bring_back(
     scope: Scope, chosen: frozenset[str], away: Away, *, keep: Sequence[Storage] = (), check_names: bool = True
 ) -> TransitionReport:
     """Reload every storage that a component claims which is not to be away, but those in ``keep``."""
-    start()
+    start(scope.device)
     plan = scope.plan()
     if check_names:
         plan.check_names(scope.away())
@@ -152,7 +152,7 @@ def bring_back(
     return measured.report(scope, plan, [each.nbytes for each in back], copied, plan.elsewhere)
 
 
-def start() -> None:
+def start(device: torch.device) -> None:
     """What every transition does first: refuse to run now, or tidy up after what was interrupted or died.
 
     Raises:
@@ -161,7 +161,7 @@ def start() -> None:
     pending = _pending() if _pending is not None else None
     if pending is not None and pending.is_pending():
         raise TransitionError("a prepared offload waits: call its commit() or abandon() before the next transition")
-    transfer.check_possible()
+    transfer.check_possible(device)
     transfer.repair()
     ledger.drain()
 

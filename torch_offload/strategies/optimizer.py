@@ -15,7 +15,8 @@ class OptimizerStrategy(Strategy):
     """Every tensor in the state of a `torch.optim.Optimizer`, under any key and in any nesting.
 
     Looking creates no state, and nothing is added to it. Beside an accelerator, tensors in host memory (AdamW's ``step``)
-    are left alone. While the state is away, `load_state_dict` raises: it would build fresh state on the device.
+    are left alone. While the state is away, `load_state_dict` raises, since it would build fresh state on the device, and
+    so does `step`, before it counts.
 
     Example:
         >>> weight = torch.nn.Parameter(torch.ones(2))
@@ -56,8 +57,9 @@ class OptimizerStrategy(Strategy):
                 )
 
     def barriers(self, check: Callable[[str], None]) -> Iterable[Callable[[], None]]:
-        hook = self.target.register_load_state_dict_pre_hook(lambda *_: check("load_state_dict()"), prepend=True)
-        return (hook.remove,)
+        loading = self.target.register_load_state_dict_pre_hook(lambda *_: check("load_state_dict()"), prepend=True)
+        stepping = self.target.register_step_pre_hook(lambda *_: check("step()"))
+        return loading.remove, stepping.remove
 
 
 def _parameter_names(optimizer: torch.optim.Optimizer) -> dict[int, str]:
