@@ -12,16 +12,17 @@ from hypothesis import strategies as st
 from torch_offload import checksum
 from torch_offload.checksum import ROW, checksums, partial, wrapped
 
-SIZES = [0, 1, 7, 8, ROW - 1, ROW, ROW + 1, 3 * ROW, 3 * ROW + 13]
+PAGE = 4096  # bytes
+SIZES = [0, 1, 3, 4, 7, 8, ROW - 1, ROW, ROW + 1, 3 * ROW, 3 * ROW + 13, PAGE - 1, PAGE, PAGE + 1]
 
 
 def reference(data: bytes, first_row: int = 0) -> int:
-    """The documented formula in plain integers: rows of 64-bit words, summed, mixed with their position, added up."""
+    """The documented formula in plain integers: rows of signed 32-bit words, summed, mixed with their position, added up."""
     total = 0
     for start in range(0, len(data), ROW):
         row = data[start : start + ROW]
-        row += bytes(-len(row) % 8)
-        words = (int.from_bytes(row[at : at + 8], "little") for at in range(0, len(row), 8))
+        row += bytes(-len(row) % 4)
+        words = (int.from_bytes(row[at : at + 4], "little", signed=True) for at in range(0, len(row), 4))
         position = first_row + start // ROW + 1
         total += splitmix64((sum(words) + position * 0x9E3779B97F4A7C15) % 2**64)
     total %= 2**64
@@ -80,7 +81,7 @@ def test_the_size_of_the_pieces_does_not_matter(
     view = random_bytes(nbytes, device=device)
     at_once = checksum_of(view)
     calls = _counted(monkeypatch, "_rows")
-    monkeypatch.setattr(checksum, "_PIECE", rows_in_a_piece * ROW)
+    monkeypatch.setattr(checksum, "_PIECE_CPU", rows_in_a_piece * ROW)
     assert checksum_of(view) == at_once
     assert len(calls) == -(-nbytes // (rows_in_a_piece * ROW))
 
@@ -113,6 +114,15 @@ def test_it_changes_nothing_and_takes_part_in_no_graph(device: str) -> None:
     assert torch.equal(view, before)
     assert view._version == version
     assert (total.shape, total.dtype, total.device.type, total.requires_grad) == ((), torch.int64, device, False)
+
+
+@pytest.mark.gpu
+def test_it_takes_little_memory_on_a_device_that_may_be_nearly_full() -> None:
+    view = torch.ones(2**30, dtype=torch.uint8, device="cuda")
+    before = torch.cuda.memory_allocated()
+    torch.cuda.reset_peak_memory_stats()
+    checksum_of(view)
+    assert torch.cuda.max_memory_allocated() - before <= 64 * 2**20
 
 
 # What it notices -----------------------------------------------------------------------------------------------------
@@ -155,16 +165,16 @@ def test_a_stale_row_changes_it(seed: int, rows: int, data: st.DataObject) -> No
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.int64, torch.uint8])
 @pytest.mark.parametrize("value", [1, 2, 8])
-def test_a_zeroed_row_of_equal_elements_changes_it(dtype: torch.dtype, value: int) -> None:
-    constant = bytes_of(torch.full((2 * ROW // dtype.itemsize,), value, dtype=dtype))
+def test_a_zeroed_page_of_equal_elements_changes_it(dtype: torch.dtype, value: int) -> None:
+    constant = bytes_of(torch.full((2 * PAGE // dtype.itemsize,), value, dtype=dtype))
     before = checksum_of(constant)
-    constant[:ROW] = 0
+    constant[:PAGE] = 0
     assert checksum_of(constant) != before
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
 def test_a_changed_sign_of_every_element_changes_it(dtype: torch.dtype) -> None:
-    weight = torch.randn(4 * ROW, generator=torch.Generator().manual_seed(0)).to(dtype)
+    weight = torch.randn(4 * PAGE, generator=torch.Generator().manual_seed(0)).to(dtype)
     assert checksum_of(bytes_of(-weight)) != checksum_of(bytes_of(weight))
 
 

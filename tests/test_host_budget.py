@@ -81,7 +81,7 @@ print(nbytes, status("VmHWM") - before, cycle + 1, int(intact(model)))
 """
     )
     assert (cycles, intact) == (3, 1)
-    assert nbytes <= peak <= 1.02 * nbytes
+    assert nbytes <= peak <= 1.05 * nbytes
 
 
 def test_a_fresh_copy_beside_the_old_one_does_not_fit_into_that_budget() -> None:

@@ -13,7 +13,10 @@ from collections.abc import Sequence
 import torch
 
 ROW = 512  # bytes
-_PIECE = 256 * 2**20  # bytes summed at once: the temporaries are a sixteenth of it, since the device may be nearly full
+# Bytes summed at once. The temporaries are a sixteenth of it, since the device may be nearly full; on the CPU, whose sum first
+# widens what it adds, they are twice as much.
+_PIECE = 256 * 2**20
+_PIECE_CPU = 2**20
 
 
 def checksums(views: Sequence[torch.Tensor]) -> list[int]:
@@ -37,8 +40,9 @@ def partial(view: torch.Tensor, first_row: int = 0) -> torch.Tensor:
         int64 tensor of shape ``()`` on the view's device. Sums wrap around, so parts may be added and subtracted.
     """
     total = torch.zeros((), dtype=torch.int64, device=view.device)
-    for start in range(0, view.numel(), _PIECE):
-        total += _rows(view[start : start + _PIECE], first_row + start // ROW)
+    piece = _PIECE_CPU if view.device.type == "cpu" else _PIECE
+    for start in range(0, view.numel(), piece):
+        total += _rows(view[start : start + piece], first_row + start // ROW)
     return total
 
 

@@ -65,7 +65,7 @@ def driver_free_nbytes(devices: Iterable[torch.device]) -> int | None:
 
 def is_capturing(device: torch.device) -> bool:
     """Whether the current stream records a graph; a wait or an allocation would break that capture."""
-    return device.type == "cuda" and torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()
+    return device.type == "cuda" and torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()  # type: ignore[no-untyped-call]
 
 
 def registers_host_memory(device: torch.device) -> bool:

@@ -8,7 +8,7 @@ the speed) and registered with the driver.
 Pinned pages must be unregistered before they are unmapped, and an unregistration breaks a graph capture that runs on any
 stream. A finalizer may run in any thread at any moment, so it only appends to a queue; `drain` does the work at the start
 of the next transition. At interpreter exit there is no next one: then the finalizer does it itself. A forked child owns
-neither the pages (MADV_DONTFORK) nor the driver's context, and leaves both alone.
+neither the pages (MADV_DONTFORK) nor the driver's context, and may have pages of its own at their addresses: it never unmaps.
 """
 
 from __future__ import annotations
@@ -33,6 +33,7 @@ from .errors import HostMemoryError, gib
 PAGE = mmap.PAGESIZE
 _TOUCH = 64 * 2**20
 
+_buffers: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()
 _retired: collections.deque[tuple[int, int, Any]] = collections.deque()
 _exiting = False
 
@@ -53,17 +54,20 @@ class HostBlock:
     """
 
     def __init__(self, nbytes: int, device: torch.device) -> None:
-        self.nbytes = -(-nbytes // PAGE) * PAGE
+        self.nbytes = pages(nbytes)
         self.pinned = False
         self.exact = True
         registers = devices.registers_host_memory(device)
-        if registers or device.type == "cpu":
-            self._buffer: Any = map_pages(self.nbytes)
-        else:
-            self._buffer = _torch_pinned(self.nbytes)
+        self._buffer: Any = None if registers or device.type == "cpu" else _torch_pinned(self.nbytes)
+        if self._buffer is not None:
             self.pinned, self.exact = True, False
+        else:
+            self._buffer = map_pages(self.nbytes)
+        _buffers[id(self._buffer)] = self._buffer
         if registers:
             self._pin()
+        elif device.type != "cpu" and not self.pinned:
+            _warn_pageable(self.nbytes)
 
     def _pin(self) -> None:
         pointer = self.tensor(0, self.nbytes).data_ptr()
@@ -72,13 +76,7 @@ class HostBlock:
         if self.pinned:
             weakref.finalize(self, _retire, os.getpid(), pointer, self._buffer)
         else:
-            warnings.warn(
-                f"the driver refused to page-lock {gib(self.nbytes)} of host memory; the mirror is pageable and copies "
-                "through it run at about a quarter of the link's speed or less. Raise the limit on locked memory "
-                "(ulimit -l) or free pinned memory, then call close() to build the mirror anew",
-                PageableMirrorWarning,
-                stacklevel=2,
-            )
+            _warn_pageable(self.nbytes)
 
     def tensor(self, offset: int, nbytes: int) -> torch.Tensor:
         """A uint8 tensor of shape ``(nbytes,)`` on a host storage of exactly that size, sharing the block's memory."""
@@ -88,7 +86,7 @@ class HostBlock:
 def map_pages(nbytes: int) -> mmap.mmap:
     """Anonymous private pages (huge ones where the kernel has them), kept out of forked children and core dumps."""
     try:
-        pages = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        mapping = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     except OSError as error:
         raise HostMemoryError(
             f"the operating system refuses {gib(nbytes)} of host memory for the mirror ({error}). Raise the limit of the "
@@ -97,8 +95,8 @@ def map_pages(nbytes: int) -> mmap.mmap:
     for advice in ("MADV_HUGEPAGE", "MADV_DONTFORK", "MADV_DONTDUMP"):
         if hasattr(mmap, advice):
             with contextlib.suppress(OSError):  # a kernel built without it; nothing depends on it
-                pages.madvise(getattr(mmap, advice))
-    return pages
+                mapping.madvise(getattr(mmap, advice))
+    return mapping
 
 
 def touch(pages: Any, pointer: int, nbytes: int) -> None:
@@ -119,10 +117,24 @@ def touch(pages: Any, pointer: int, nbytes: int) -> None:
 
 
 def _torch_pinned(nbytes: int) -> Any:
-    tensor = torch.empty(nbytes, dtype=torch.uint8, pin_memory=True)
+    """Memory from torch's own pinned allocator, as a buffer; None where it refuses."""
+    try:
+        tensor = torch.empty(nbytes, dtype=torch.uint8, pin_memory=True)
+    except RuntimeError:
+        return None
     buffer: Any = (ctypes.c_ubyte * nbytes).from_address(tensor.data_ptr())
     buffer._owner = tensor
     return buffer
+
+
+def _warn_pageable(nbytes: int) -> None:
+    warnings.warn(
+        f"the driver refused to page-lock {gib(nbytes)} of host memory; the mirror is pageable and copies through it run at about "
+        "a quarter of the link's speed or less. Raise the limit on locked memory (ulimit -l) or free pinned memory, then call "
+        "close() to build the mirror anew",
+        PageableMirrorWarning,
+        stacklevel=2,
+    )
 
 
 def _retire(pid: int, pointer: int, buffer: Any) -> None:
@@ -143,6 +155,16 @@ def drain() -> None:
             devices.unregister_host(pointer)
 
 
+def _disown() -> None:
+    """In a forked child: let nothing unmap the parent's pages, by keeping their buffers for good."""
+    for buffer in [*_buffers.values(), *(buffer for *_, buffer in _retired)]:
+        ctypes.pythonapi.Py_IncRef(ctypes.py_object(buffer))
+    _retired.clear()
+
+
+os.register_at_fork(after_in_child=_disown)
+
+
 @atexit.register
 def _exit() -> None:
     global _exiting
@@ -151,6 +173,11 @@ def _exit() -> None:
 
 
 # How much may be taken -----------------------------------------------------------------------------------------------
+
+
+def pages(nbytes: int) -> int:
+    """``nbytes`` rounded up to whole pages."""
+    return -(-nbytes // PAGE) * PAGE
 
 
 def require(nbytes: int, *, root: str | Path = "/") -> None:

@@ -115,6 +115,7 @@ class Entry:
         storage = self._export() if self._export is not None else None
         if storage is None:
             storage = self.slot.bytes().untyped_storage()
+            weakref.finalize(storage, _done_with, self.slot).atexit = False  # the slot's place is taken until then
             self._export = weakref.ref(storage)
         return storage
 
@@ -126,15 +127,15 @@ class Entry:
     def release(self) -> None:
         """Leave the ledger; the barriers are gone and the slot waits in its mirror again. Calling it twice is harmless.
 
-        A slot that somebody still saves from is not used again: its memory is theirs until they are done.
+        A slot that somebody still saves from does not wait: its memory is theirs until they are done.
         """
         for reference in self.barriers:
             if (barrier := reference()) is not None:
                 barrier.remove()
         mirror = self.mirror()
         if self.slot is not None and mirror is not None:
-            exported = self._export is not None and self._export() is not None
-            (mirror.lend if exported else mirror.give)(self.slot)
+            if self._export is None or self._export() is None:
+                mirror.give(self.slot)
         if self.is_current():
             del _entries[self.cdata]
 
@@ -165,6 +166,10 @@ class TargetState:
 _entries: dict[int, Entry] = {}
 _targets: MutableMapping[Any, TargetState] = WeakIdKeyDictionary()
 _dead: collections.deque[int] = collections.deque()
+
+
+def _done_with(_slot: Slot) -> None:
+    """Nothing more to do: the reference was all."""
 
 
 def _died(cdata: int, _reference: object) -> None:
@@ -199,6 +204,17 @@ def state_of(target: object) -> TargetState:
     if state is None:
         state = _targets[target] = TargetState()
     return state
+
+
+def _disown() -> None:
+    """In a forked child: other threads do not exist, and the parent's mirrors are not there."""
+    global LOCK
+    LOCK = threading.RLock()
+    for state in _targets.values():
+        state.mirrors.clear()
+
+
+os.register_at_fork(after_in_child=_disown)
 
 
 def drain() -> None:

@@ -2,8 +2,9 @@
 
 [Note: exactly one host byte per byte]
 A mirror never holds an old and a new copy at once. Memory is used again by exact size; what a storage left behind that
-has died, or that comes back under its name in another size, is given up *before* new memory is taken. A block holds the
-small slots of one call together and a large slot alone, and goes back to the operating system when its last slot is given up.
+has died, or that comes back under its name in another size, is given up *before* new memory is taken. A block holds the small
+slots of one call together and a large slot alone. It goes back to the operating system whole: when places in it were given up
+and all others wait, those are given up too and taken anew.
 """
 
 from __future__ import annotations
@@ -84,7 +85,7 @@ class PinnedMirror:
     def __init__(self, device: torch.device) -> None:
         self.device = device
         self._idle: dict[int, Slot] = {}
-        self._blocks: weakref.WeakSet[HostBlock] = weakref.WeakSet()
+        self._blocks: weakref.WeakKeyDictionary[HostBlock, weakref.WeakSet[Slot]] = weakref.WeakKeyDictionary()
 
     @property
     def nbytes(self) -> int:
@@ -109,6 +110,9 @@ class PinnedMirror:
         self._idle.clear()
         host_memory.drain()
 
+    def _waits(self, slot: Slot) -> bool:
+        return id(slot) in self._idle
+
     def _waiting(self, needs: Sequence[Need]) -> list[Slot | None]:
         """A waiting slot for each need: the storage's own, else any of exactly its size, else None."""
         own = {slot.origin(): slot for slot in self._idle.values() if slot.origin is not None}
@@ -130,12 +134,21 @@ class PinnedMirror:
             if key not in keep and (slot.name in names or slot.is_abandoned()):
                 del self._idle[key]
 
+    def _break_up(self) -> None:
+        """Drop the slots that still wait in blocks in which places were given up, if none there is lent."""
+        for block, slots in list(self._blocks.items()):
+            used = sum(_aligned(slot.nbytes) for slot in slots)
+            if host_memory.pages(used) < block.nbytes and all(map(self._waits, slots)):
+                for key in list(map(id, slots)):
+                    del self._idle[key]
+
     def _allocate(self, sizes: Sequence[int]) -> list[Slot]:
         slots = []
         for layout in _layouts(sizes):
-            block = HostBlock(layout[-1][0] + layout[-1][1], self.device)
-            self._blocks.add(block)
-            slots += [Slot(block, offset, nbytes) for offset, nbytes in layout]
+            block = HostBlock(_extent(layout), self.device)
+            made = [Slot(block, offset, nbytes) for offset, nbytes in layout]
+            self._blocks[block] = weakref.WeakSet(made)
+            slots += made
         return slots
 
 
@@ -149,17 +162,18 @@ def take(requests: Sequence[tuple[PinnedMirror, Sequence[Need]]]) -> list[list[S
         HostMemoryError: the host cannot hold what is missing.
     """
     found = [mirror._waiting(needs) for mirror, needs in requests]
-    missing = [
-        [need for need, slot in zip(needs, slots, strict=True) if slot is None]
+    for (mirror, needs), slots in zip(requests, found, strict=True):
+        if lacking := {need.name for need, slot in zip(needs, slots, strict=True) if slot is None}:
+            mirror._forget(lacking, {id(slot) for slot in slots})
+            mirror._break_up()
+            slots[:] = [slot if slot is not None and mirror._waits(slot) else None for slot in slots]
+    sizes = [
+        [need.nbytes for need, slot in zip(needs, slots, strict=True) if slot is None]
         for (_, needs), slots in zip(requests, found, strict=True)
     ]
-    for (mirror, _), slots, lacking in zip(requests, found, missing, strict=True):
-        if lacking:
-            mirror._forget({need.name for need in lacking}, {id(slot) for slot in slots})
-    if any(missing):
-        host_memory.drain()
-        sizes = [[need.nbytes for need in lacking] for lacking in missing]
-        host_memory.require(sum(offset + nbytes for each in sizes for *_, (offset, nbytes) in _layouts(each)))
+    host_memory.drain()
+    if any(sizes):
+        host_memory.require(sum(host_memory.pages(_extent(layout)) for each in sizes for layout in _layouts(each)))
         for (mirror, _), slots, each in zip(requests, found, sizes, strict=True):
             fresh = iter(mirror._allocate(each))
             slots[:] = [slot or next(fresh) for slot in slots]
@@ -175,5 +189,15 @@ def _layouts(sizes: Sequence[int]) -> list[list[tuple[int, int]]]:
             blocks.append([])
             end = 0
         blocks[-1].append((end, nbytes))
-        end = -(-(end + nbytes) // _ALIGNMENT) * _ALIGNMENT
+        end = _aligned(end + nbytes)
     return blocks
+
+
+def _extent(layout: Sequence[tuple[int, int]]) -> int:
+    """The bytes that a block's layout takes."""
+    offset, nbytes = layout[-1]
+    return offset + nbytes
+
+
+def _aligned(offset: int) -> int:
+    return -(-offset // _ALIGNMENT) * _ALIGNMENT
