@@ -51,7 +51,7 @@ class Life(RuleBasedStateMachine):
         self.twin, self.twin_optimizer = build(self.device)
         self.off = Offloader(self.model, self.optimizer, device=self.device)
         self.part = Offloader(self.model.layer, device=self.device)
-        self.entered: list[tuple[Any, set[str]]] = []
+        self.entered: list[tuple[Any, set[str], dict[str, int], bool]] = []
         self.alias: torch.Tensor | None = None
         self.away: set[str] = set()
         self.exact = True  # no transition of the overlapping Offloader is in force
@@ -85,14 +85,15 @@ class Life(RuleBasedStateMachine):
         context = kind(self.model, self.optimizer, components=components, device=self.device)
         entry = set(self.away), {name: nbytes_of(tensor) for name, tensor in self.tensors().items()}
         context.__enter__()
-        self.entered.append((context, *entry))
+        self.entered.append((context, *entry, self.exact))
         self.away = self.away | components if kind is offloaded else self.away - components
 
     @rule()
     @precondition(lambda self: self.entered)
     def leave(self) -> None:
-        context, self.away, sizes = self.entered.pop()
+        context, self.away, sizes, was_exact = self.entered.pop()
         context.__exit__(None, None, None)
+        self.exact = self.exact and was_exact
         if self.exact:
             for name, tensor in self.tensors().items():
                 if name in sizes and not name.endswith(".grad") and self.alias is None:

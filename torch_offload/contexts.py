@@ -17,7 +17,7 @@ from typing import Generic, TypeVar
 from . import ledger
 from .errors import TransitionError
 from .interrupts import Deferred
-from .transition import PreparedOffload, Scope, bring_back
+from .transition import Aim, PreparedOffload, Scope, bring_back
 
 _Given = TypeVar("_Given")
 _Function = TypeVar("_Function", bound=Callable[..., object])
@@ -51,14 +51,12 @@ class Context(Generic[_Given]):
             self._close()
 
     def __call__(self, function: _Function) -> _Function:
-        if (
-            inspect.isgeneratorfunction(function)
-            or inspect.iscoroutinefunction(function)
-            or inspect.isasyncgenfunction(function)
-        ):
-            raise TypeError(
-                f"{function.__qualname__} suspends: its body would run after the context is left. Enter the context inside it"
-            )
+        name = getattr(function, "__qualname__", repr(function))
+        if not callable(function):
+            raise TypeError(f"a context decorates functions, not a {type(function).__name__}")
+        kinds = (inspect.isgeneratorfunction, inspect.iscoroutinefunction, inspect.isasyncgenfunction)
+        if any(kind(each) for kind in kinds for each in (function, type(function).__call__)):
+            raise TypeError(f"{name} suspends: its body would run after the context is left. Enter the context inside it")
 
         @functools.wraps(function)
         def inside(*args: object, **kwargs: object) -> object:
@@ -68,19 +66,25 @@ class Context(Generic[_Given]):
         return inside  # type: ignore[return-value]
 
     def _open(self) -> None:
+        held = self._scope.hold()
         frame = _Frame(self._scope)
         frame.push()
         self._frames.append(frame)
+        report = self._scope.report
         try:
             if self._away:
-                PreparedOffload(self._scope, self._chosen, self._scope.away(plus=self._chosen)).commit()
+                PreparedOffload(self._scope, self._chosen, Aim(self._scope.away(plus=self._chosen))).commit()
             else:
-                bring_back(self._scope, self._chosen, self._scope.away(minus=self._chosen))
+                bring_back(self._scope, self._chosen, Aim(self._scope.away(minus=self._chosen)))
         except BaseException:
             self._close()
+            self._scope.report = report
             raise
+        del held
 
     def _close(self) -> None:
+        if not self._frames:
+            raise TransitionError("this context is left more often than it was entered")
         frame = self._frames.pop()
         frame.pop()
         frame.put_back()
@@ -93,24 +97,23 @@ class _Frame:
         self._scope = scope
         self._thread = threading.get_ident()
         self._states = scope.states()
-        self._away = scope.away()
-        self._offloaded = [weakref.ref(each.storage) for each in scope.plan().storages.values() if each.entry is not None]
+        storages = {key: (weakref.ref(each.storage), each.entry is not None) for key, each in scope.plan().storages.items()}
+        self._aim = Aim(scope.away(), storages)
 
     def push(self) -> None:
         for state in self._states:
-            if any(frame._thread != self._thread for frame in state.contexts):
+            if any(frame is not None and frame._thread != self._thread for frame in state.open_contexts()):
                 raise TransitionError(
                     "another thread has a context open over this target: leaving either would undo the other. Open one "
                     "context around both threads"
                 )
         for state in self._states:
-            state.contexts.append(self)
+            state.contexts.append(weakref.ref(self))
 
     def pop(self) -> None:
-        is_last = all(state.contexts[-1:] == [self] for state in self._states)
+        is_last = all(state.open_contexts()[-1:] == [self] for state in self._states)
         for state in self._states:
-            if self in state.contexts:
-                state.contexts.remove(self)
+            state.contexts[:] = [each for each in state.contexts if each() not in (None, self)]
         if not is_last:
             raise TransitionError(
                 "contexts over one target must be left in the reverse order of entering; this one was left first, and nothing "
@@ -118,11 +121,14 @@ class _Frame:
             )
 
     def put_back(self) -> None:
-        keep = [storage for reference in self._offloaded if (storage := reference()) is not None]
-        now = self._scope.away()
-        alive = [each for each in self._scope.alive() if id(each) in self._away]
-        missing = frozenset[str]().union(*(self._away[id(each)] - now[id(each)] for each in alive))
-        if missing or not all(map(ledger.is_offloaded, keep)):
-            PreparedOffload(self._scope, missing, self._away, keep=keep).commit()
-        extra = frozenset[str]().union(*(now[id(each)] - self._away[id(each)] for each in alive))
-        bring_back(self._scope, extra, self._away, keep=keep)
+        held = self._scope.hold()
+        now, then = self._scope.away(), self._aim.away
+        alive = [id(each) for each in self._scope.alive() if id(each) in then]
+        gone = frozenset[str]().union(*(then[key] - now[key] for key in alive))
+        if gone or any(
+            was_offloaded and (storage := reference()) is not None and not ledger.is_offloaded(storage)
+            for reference, was_offloaded in self._aim.exactly.values()
+        ):
+            PreparedOffload(self._scope, gone, self._aim, check=False).commit()
+        bring_back(self._scope, frozenset[str]().union(*(now[key] - then[key] for key in alive)), self._aim)
+        del held

@@ -63,6 +63,16 @@ def driver_free_nbytes(devices: Iterable[torch.device]) -> int | None:
     return sum(torch.cuda.mem_get_info(d)[0] for d in found) if found else None
 
 
+def default_stream(device: torch.device) -> contextlib.AbstractContextManager[Any]:
+    """A context in which the default stream of a CUDA/HIP device is current; elsewhere nothing changes."""
+    return torch.cuda.stream(torch.cuda.default_stream(device)) if device.type == "cuda" else contextlib.nullcontext()
+
+
+def is_out_of_memory(error: RuntimeError) -> bool:
+    """Whether a device, or the CPU's allocator, had no room."""
+    return isinstance(error, torch.OutOfMemoryError) or "can't allocate memory" in str(error)
+
+
 def is_capturing(device: torch.device) -> bool:
     """Whether the current stream records a graph; a wait or an allocation would break that capture."""
     return device.type == "cuda" and torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()  # type: ignore[no-untyped-call]

@@ -18,13 +18,13 @@ is read; a hook on the parameter of an offloaded gradient raises before accumula
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
 
 from . import ledger, serving
-from .errors import OffloadedTensorError
+from .errors import OffloadedTensorError, UnsupportedTargetError
 from .ledger import Entry
 from .storage import plainly
 
@@ -36,24 +36,23 @@ class Guard:
 
     Attributes:
         cls: its class.
-        version: its version counter; None where it has none of its own to put back.
+        version: its version counter; None for what has none, or is a new alias, which no graph can have saved.
         name: for messages.
         entry: the ledger's entry of its storage.
     """
 
     __slots__ = ("__weakref__", "_tensor", "cls", "entry", "name", "version")
 
-    def __init__(self, tensor: torch.Tensor, name: str, entry: Entry, *, costume: type | None = None) -> None:
+    def __init__(self, tensor: torch.Tensor, name: str, entry: Entry, version: int | None) -> None:
         is_parameter = isinstance(tensor, torch.nn.Parameter)
         self._tensor: Callable[[], torch.Tensor | None] = (lambda: tensor) if is_parameter else weakref.ref(tensor)
-        self.name, self.entry = name, entry
-        self.cls = type(tensor)
-        self.version = None if costume or tensor.is_inference() else tensor._version
+        self.cls, self.version, self.name, self.entry = type(tensor), version, name, entry
+        guarded = _guarded_class(self.cls, name)
         entry.guards.append(weakref.ref(self))
         tensor.__dict__[_TAG] = self
-        if self.version is not None:
-            _set_version(tensor, self.version + 1)
-        tensor.__class__ = costume or _guarded_class(self.cls)
+        if version is not None:
+            _set_version(tensor, version + 1)
+        tensor.__class__ = guarded
 
     def lift(self) -> None:
         """Make the tensor what it was. Calling it twice is harmless."""
@@ -68,13 +67,20 @@ class Guard:
 
 
 def guard(tensors: Iterable[tuple[torch.Tensor, str]], entry: Entry) -> None:
-    """Guard these tensors, named for messages, until `lift` is called for their entry."""
+    """Guard these tensors, named for messages, until `lift` is called for their entry.
+
+    Raises:
+        UnsupportedTargetError: the class of one cannot be exchanged.
+    """
+    fresh: dict[int, tuple[torch.Tensor, str, int | None]] = {}
     for tensor, name in tensors:
         found = guard_of(tensor)
         if found is not None and found.entry is not entry:  # left by an interrupted reload
             found.lift()
-        if found is None or found.entry is not entry:
-            Guard(tensor, name, entry)
+        if guard_of(tensor) is None and id(tensor) not in fresh:
+            fresh[id(tensor)] = tensor, name, None if tensor.is_inference() else tensor._version
+    for tensor, name, version in fresh.values():  # versions were read first: views share one counter
+        Guard(tensor, name, entry, version)
 
 
 def guard_of(tensor: torch.Tensor) -> Guard | None:
@@ -100,12 +106,23 @@ class Barrier:
         self._parameter, self._name, self._entry = parameter, name, entry
         self._had_hooks = parameter._backward_hooks is not None
         entry.barriers.append(weakref.ref(self))
-        parameter.register_hook(self._refuse)  # type: ignore[no-untyped-call]
+        frozen = not parameter.requires_grad  # it may be trained again while its gradient is away
+        if frozen:
+            parameter.requires_grad_(True)
+        try:
+            parameter.register_hook(self._refuse)  # type: ignore[no-untyped-call]
+        finally:
+            if frozen:
+                parameter.requires_grad_(False)
 
-    def _refuse(self, _incoming: torch.Tensor) -> None:
+    def is_needed(self) -> bool:
+        """Whether the parameter's gradient is still on the entry's storage."""
         gradient = self._parameter.grad
         found = None if gradient is None else guard_of(gradient)
-        if found is not None and found.entry is self._entry and self._entry.offloaded:
+        return found is not None and found.entry is self._entry
+
+    def _refuse(self, _incoming: torch.Tensor) -> None:
+        if self._entry.offloaded and self.is_needed():
             raise _refusal("backward() would accumulate into", self._name, self._entry)
 
     def remove(self) -> None:
@@ -129,7 +146,7 @@ _classes: dict[type, type] = {}
 _bases: dict[type, type] = {}
 
 
-def _guarded_class(base: type) -> type:
+def _guarded_class(base: type, name: str) -> type:
     if base not in _classes:
         members = {
             "__slots__": (),
@@ -140,9 +157,15 @@ def _guarded_class(base: type) -> type:
             "__format__": _format,
             "__reduce_ex__": _reduce_ex,
             "__copy__": _copy,
-            **{name: _refusing(name) for name in serving.UNSEEN if hasattr(base, name)},
+            **{member: _refusing(member) for member in serving.UNSEEN if hasattr(base, member)},
         }
-        made = type(base)(f"Offloaded{base.__name__}", (base,), members)
+        try:
+            made = type(base)(f"Offloaded{base.__name__}", (base,), members)
+        except Exception as error:
+            raise UnsupportedTargetError(
+                f"{name!r} is a {base.__name__}, a class that cannot be derived from ({error}), so nothing could stop its use "
+                "while offloaded. Nothing was touched; make its class derivable or hold the memory in a plain Parameter"
+            ) from error
         _bases[made] = base
         _classes[base] = made
     return _classes[base]
@@ -150,29 +173,39 @@ def _guarded_class(base: type) -> type:
 
 def _torch_function(_cls: type, func: Any, _types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
     kwargs = kwargs or {}
-    if serving.is_metadata(func, args):
-        return plainly(func, *args, **kwargs)
     things = (*args, *kwargs.values())
+    if serving.is_metadata(func, args) and not (serving.makes_leaf(func, args) and any(map(_is_new, _guards_in(things)))):
+        return plainly(func, *args, **kwargs)
     was_guarded = any(_guards_in(things))
     with ledger.LOCK:
         found = list(_guards_in(things))
         stale = [guard for guard in found if not guard.entry.holds_tensors()]  # left by an interrupted reload
         for guard in stale:
             guard.lift()
-        if stale or (was_guarded and not found):  # or another thread reloaded while this one waited
-            return func(*args, **kwargs)
-        first = guard_of(args[0]) if args and isinstance(args[0], torch.Tensor) else None
-        if first is not None:
-            if func in serving.ALIASES:
-                return _alias(first, args[0], plainly(func, *args, **kwargs))
-            if func is torch.Tensor.copy_:
-                return _copy_into(first, *args, **kwargs)
-            if serving.is_host_read(func, args, kwargs):
-                return getattr(serving.host_copy(args[0], _served(first)), func.__name__)(*args[1:], **kwargs)
-        what = f"{getattr(func, '__name__', func)} needs the memory of"
-        if not found:
-            raise OffloadedTensorError(f"{what} an offloaded tensor, handed over in a container. Call reload() first")
-        raise _refusal(what, found[0].name, found[0].entry)
+        if not stale and (found or not was_guarded):
+            return _answer(func, found, args, kwargs)
+    return func(*args, **kwargs)  # another thread reloaded while this one waited
+
+
+def _answer(func: Any, found: Sequence[Guard], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Serve a call that has at least one offloaded argument, or refuse it."""
+    first = guard_of(args[0]) if args and isinstance(args[0], torch.Tensor) else None
+    if first is not None:
+        if func in serving.ALIASES:
+            return _alias(first, plainly(func, *args, **kwargs))
+        if func is torch.Tensor.copy_:
+            return _copy_into(first, *args, **kwargs)
+        if serving.is_host_read(func, args, kwargs):
+            return getattr(serving.host_copy(args[0], _served(first)), func.__name__)(*args[1:], **kwargs)
+    what = f"{getattr(func, '__name__', func)} needs the memory of"
+    if not found:
+        raise OffloadedTensorError(f"{what} an offloaded tensor, handed over in a container. Call reload() first")
+    raise _refusal(what, found[0].name, found[0].entry)
+
+
+def _is_new(guard: Guard) -> bool:
+    """Whether the tensor was made while offloaded: an alias, which is to stay a plain tensor."""
+    return guard.version is None and issubclass(guard.cls, torch.Tensor) and not issubclass(guard.cls, torch.nn.Parameter)
 
 
 def _guards_in(things: Iterable[Any]) -> Iterator[Guard]:
@@ -206,12 +239,9 @@ def _served(guard: Guard) -> Entry:
     return guard.entry
 
 
-def _alias(guard: Guard, source: torch.Tensor, tensor: torch.Tensor) -> torch.Tensor:
-    """Guard an alias that was made while offloaded.
-
-    It wears its source's class, as `torch.nn.Parameter(w)` asks of `w.detach()`, and is a plain tensor once reloaded.
-    """
-    Guard(tensor, guard.name, guard.entry, costume=type(source))
+def _alias(source: Guard, tensor: torch.Tensor) -> torch.Tensor:
+    """Guard an alias that was made while offloaded."""
+    Guard(tensor, source.name, source.entry, version=None)
     return tensor
 
 

@@ -129,9 +129,9 @@ def _torch_pinned(nbytes: int) -> Any:
 
 def _warn_pageable(nbytes: int) -> None:
     warnings.warn(
-        f"the driver refused to page-lock {gib(nbytes)} of host memory; the mirror is pageable and copies through it run at about "
-        "a quarter of the link's speed or less. Raise the limit on locked memory (ulimit -l) or free pinned memory, then call "
-        "close() to build the mirror anew",
+        f"the driver refused to page-lock {gib(nbytes)} of host memory; the mirror is pageable and copies through it run at "
+        "about a quarter of the link's speed or less. Raise the limit on locked memory (ulimit -l) or free pinned memory, then "
+        "call close() to build the mirror anew",
         PageableMirrorWarning,
         stacklevel=2,
     )
@@ -148,8 +148,8 @@ def _retire(pid: int, pointer: int, buffer: Any) -> None:
 
 
 def drain() -> None:
-    """Unregister and unmap the pinned blocks that died since the last call."""
-    while _retired:
+    """Unregister and unmap the pinned blocks that died since the last call, unless that would break a capture."""
+    while _retired and not devices.is_capturing(torch.device("cuda")):
         pid, pointer, _buffer = _retired.popleft()
         if pid == os.getpid():
             devices.unregister_host(pointer)

@@ -1,4 +1,4 @@
-"""Ctrl-C waits until a transition, or the entering or leaving of a context, is over.
+"""Signals wait until a transition, or the entering or leaving of a context, is over.
 
 The ledger keeps every byte recoverable wherever a call is cut; this keeps the promise that leaving a block restores the state
 of its entry, also under a signal that arrives while the block is being left.
@@ -11,30 +11,35 @@ import threading
 from types import FrameType
 from typing import Any
 
+_SIGNALS = [
+    getattr(signal, f"SIG{name}") for name in ("INT", "TERM", "HUP", "USR1", "USR2", "ALRM") if hasattr(signal, f"SIG{name}")
+]
+
 
 class Deferred:
-    """Note SIGINT while the block runs and hand it to the handler afterwards. Does nothing outside the main thread."""
+    """Note signals that have a handler in Python while the block runs and raise them again afterwards.
+
+    Does nothing outside the main thread, where no such handler runs.
+    """
 
     def __init__(self) -> None:
-        self._noted: list[FrameType | None] = []
-        self._handler: Any = None
-
-    @property
-    def noted(self) -> bool:
-        return bool(self._noted)
+        self.noted: list[int] = []
+        self._handlers: dict[int, Any] = {}
 
     def __enter__(self) -> Deferred:
-        handler = signal.getsignal(signal.SIGINT)
-        if threading.current_thread() is threading.main_thread() and callable(handler):
-            self._handler = handler
-            signal.signal(signal.SIGINT, self._note)
+        if threading.current_thread() is threading.main_thread():
+            for number in _SIGNALS:
+                handler = signal.getsignal(number)
+                if callable(handler):
+                    self._handlers[number] = handler
+                    signal.signal(number, self._note)
         return self
 
     def __exit__(self, *_: object) -> None:
-        if self._handler is not None:
-            signal.signal(signal.SIGINT, self._handler)
-            if self._noted:
-                self._handler(signal.SIGINT, self._noted[0])
+        for number, handler in self._handlers.items():
+            signal.signal(number, handler)
+        for number in dict.fromkeys(self.noted):
+            signal.raise_signal(number)
 
-    def _note(self, _number: int, frame: FrameType | None) -> None:
-        self._noted.append(frame)
+    def _note(self, number: int, _frame: FrameType | None) -> None:  # the frame would keep its tensors alive
+        self.noted.append(number)

@@ -31,6 +31,7 @@ from .errors import TransitionError
 from .mirror import PinnedMirror, Slot
 from .storage import Storage
 
+Key = tuple[int, str]  # what a claim is called within its target: (id of the tensor it belongs to, or 0; name)
 LOCK = threading.RLock()  # transitions and reads from mirrors exclude each other
 
 
@@ -56,7 +57,7 @@ class Entry:
         writes: how many times the mirror was written on purpose.
         guards: weak references to the guards of the tensors on it (guard.py).
         barriers: weak references to what stops a backward from accumulating into it (guard.py).
-        claims: (target's state, component, name) for each claim on it, to notice a name that is re-pointed meanwhile.
+        claims: (target's state, component, key) for each claim on it, to notice a name that is re-pointed meanwhile.
     """
 
     def __init__(self, storage: Storage, name: str, mirror: PinnedMirror) -> None:
@@ -64,7 +65,6 @@ class Entry:
         self.cdata = storage._cdata
         self.storage = weakref.ref(storage, functools.partial(_died, self.cdata))
         self.nbytes = storage.nbytes()
-        self.device = storage.device
         self.name = name
         self.mirror = weakref.ref(mirror)
         self.slot: Slot | None = None
@@ -72,9 +72,10 @@ class Entry:
         self.writes = 0
         self.guards: list[weakref.ref[Any]] = []
         self.barriers: list[weakref.ref[Any]] = []
-        self.claims: list[tuple[weakref.ref[TargetState], str, str]] = []
+        self.claims: list[tuple[weakref.ref[TargetState], str, Key]] = []
         self.pid = os.getpid()
-        self._export: weakref.ref[Storage] | None = None
+        self._exports: list[weakref.ref[Storage]] = []
+        self._export: Storage | None = None
 
     @property
     def offloaded(self) -> bool:
@@ -105,36 +106,42 @@ class Entry:
             )
 
     def host_storage(self) -> Storage:
-        """A host storage of exactly ``nbytes`` bytes that shares the mirror's memory; the same one while it is in use.
+        """A host storage of exactly ``nbytes`` bytes that shares the mirror's memory; the same one until that is written.
 
-        Handed to whoever saves: it may be moved to shared memory by `multiprocessing`, which must not move the mirror.
+        Handed to whoever saves. `multiprocessing` may move it to shared memory, which must not move the mirror, and closes
+        its file once nothing refers to it, so it is kept here.
         """
         self.check_process()
         if self.slot is None:
-            return torch.zeros(self.nbytes, dtype=torch.uint8).untyped_storage()
-        storage = self._export() if self._export is not None else None
-        if storage is None:
-            storage = self.slot.bytes().untyped_storage()
-            weakref.finalize(storage, _done_with, self.slot).atexit = False  # the slot's place is taken until then
-            self._export = weakref.ref(storage)
-        return storage
+            return torch.zeros(self.nbytes, dtype=torch.uint8, device="cpu").untyped_storage()
+        if self._export is None:
+            self._export = self.slot.bytes().untyped_storage()
+            self._exports.append(weakref.ref(self._export))
+            weakref.finalize(self._export, _keep, self.slot).atexit = False  # the slot's place is taken until then
+        return self._export
 
     def written(self) -> None:
         """Note that the mirror's bytes were changed on purpose."""
         self.writes += 1
         self._export = None
 
+    def remove_barriers(self, *, needed: bool) -> None:
+        """Remove the barriers; the needed ones too, or only those whose gradient was replaced or dropped."""
+        for reference in self.barriers:
+            barrier = reference()
+            if barrier is not None and (needed or not barrier.is_needed()):
+                barrier.remove()
+
     def release(self) -> None:
         """Leave the ledger; the barriers are gone and the slot waits in its mirror again. Calling it twice is harmless.
 
         A slot that somebody still saves from does not wait: its memory is theirs until they are done.
         """
-        for reference in self.barriers:
-            if (barrier := reference()) is not None:
-                barrier.remove()
+        self.remove_barriers(needed=True)
         mirror = self.mirror()
         if self.slot is not None and mirror is not None:
-            if self._export is None or self._export() is None:
+            self._export = None
+            if all(export() is None for export in self._exports):
                 mirror.give(self.slot)
         if self.is_current():
             del _entries[self.cdata]
@@ -146,17 +153,21 @@ class TargetState:
     Attributes:
         away: the components that are to be away.
         mirrors: its host memory, by type of device; made at the first offload.
-        contexts: the open contexts over it, innermost last.
+        contexts: weak references to the open contexts over it, innermost last.
         barriers: for each component that is away, what undoes the hooks that were set on the target for it.
-        lost: (component, name) of storages that died while they were offloaded.
+        lost: (component, key) of storages that died while they were offloaded.
     """
 
     def __init__(self) -> None:
         self.away: set[str] = set()
         self.mirrors: dict[str, PinnedMirror] = {}
-        self.contexts: list[Any] = []
+        self.contexts: list[weakref.ref[Any]] = []
         self.barriers: list[Callable[[], None]] = []
-        self.lost: set[tuple[str, str]] = set()
+        self.lost: set[tuple[str, Key]] = set()
+
+    def open_contexts(self) -> list[Any]:
+        """The open contexts over it, innermost last; those that were dropped are not open."""
+        return [context for reference in self.contexts if (context := reference()) is not None]
 
     def mirror_for(self, device: torch.device) -> PinnedMirror:
         """The mirror for storages on this device."""
@@ -168,8 +179,8 @@ _targets: MutableMapping[Any, TargetState] = WeakIdKeyDictionary()
 _dead: collections.deque[int] = collections.deque()
 
 
-def _done_with(_slot: Slot) -> None:
-    """Nothing more to do: the reference was all."""
+def _keep(_slot: Slot) -> None:
+    """A finalizer whose argument lives as long as what it is set on."""
 
 
 def _died(cdata: int, _reference: object) -> None:
@@ -198,6 +209,11 @@ def entries() -> Iterator[Entry]:
     return (entry for entry in list(_entries.values()) if entry.storage() is not None)
 
 
+def mirrors() -> list[PinnedMirror]:
+    """The mirrors of all targets that are alive."""
+    return [mirror for state in list(_targets.values()) for mirror in state.mirrors.values()]
+
+
 def state_of(target: object) -> TargetState:
     """What is remembered of a target; a new state for a new one. Held weakly."""
     state = _targets.get(target)
@@ -222,9 +238,10 @@ def drain() -> None:
     while _dead:
         entry = _entries.get(_dead.popleft())
         if entry is not None and entry.storage() is None:
-            for state, component, name in entry.claims if entry.offloaded else ():
-                if (owner := state()) is not None:
-                    owner.lost.add((component, name))
+            for state, component, key in entry.claims if entry.offloaded else ():
+                owner = state()
+                if owner is not None:
+                    owner.lost.add((component, key))
             entry.release()
     host_memory.drain()
 

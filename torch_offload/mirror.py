@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import dataclasses
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 import torch
 
@@ -27,18 +27,18 @@ class Slot:
 
     Attributes:
         nbytes: its size in bytes.
-        name: the name its bytes were offloaded under last.
+        name: the name its bytes were offloaded under last; component: its component.
         origin: weak reference to the device storage they came from, or None.
-        checksum: what `transfer.checksum` said of them; None where they are not known to equal ``origin``'s.
+        checksum: what `checksum.checksums` said of them; None where they are not known to equal ``origin``'s.
     """
 
-    __slots__ = ("__weakref__", "block", "checksum", "name", "nbytes", "offset", "origin")
+    __slots__ = ("__weakref__", "block", "checksum", "component", "name", "nbytes", "offset", "origin")
 
     def __init__(self, block: HostBlock, offset: int, nbytes: int) -> None:
         self.block = block
         self.offset = offset
         self.nbytes = nbytes
-        self.name = ""
+        self.name = self.component = ""
         self.origin: weakref.ref[torch.UntypedStorage] | None = None
         self.checksum: int | None = None
 
@@ -53,14 +53,19 @@ class Slot:
         """Whether the bytes were copied from this very storage."""
         return self.origin is not None and self.origin() is storage
 
+    def origin_address(self) -> int | None:
+        """The address of the storage it belonged to; None if that is dead."""
+        origin = None if self.origin is None else self.origin()
+        return None if origin is None else int(origin._cdata)
+
     def is_abandoned(self) -> bool:
         """Whether the storage it belonged to is dead."""
-        return self.origin is None or self.origin() is None
+        return self.origin_address() is None
 
 
 @dataclasses.dataclass(frozen=True)
 class Need:
-    """One storage that wants a slot of ``nbytes`` bytes."""
+    """One storage that wants a slot of ``nbytes`` bytes, at least 1."""
 
     storage: torch.UntypedStorage
     nbytes: int
@@ -93,6 +98,11 @@ class PinnedMirror:
         return sum(block.nbytes for block in self._blocks)
 
     @property
+    def exact(self) -> bool:
+        """Whether every block is of the size that was asked for; torch's own pinned allocator rounds up."""
+        return all(block.exact for block in self._blocks)
+
+    @property
     def pinned(self) -> bool:
         """Whether every block is page-locked."""
         return all(block.pinned for block in self._blocks)
@@ -120,7 +130,7 @@ class PinnedMirror:
         found = [slot if slot and slot.nbytes == need.nbytes else None for slot, need in zip(found, needs, strict=True)]
         used = {id(slot) for slot in found}
         by_size: dict[int, list[Slot]] = {}
-        for slot in sorted(self._idle.values(), key=lambda slot: slot.checksum is None):
+        for slot in sorted(self._idle.values(), key=lambda slot: slot.checksum is None or slot.is_abandoned()):
             if id(slot) not in used:
                 by_size.setdefault(slot.nbytes, []).append(slot)
         for index, need in enumerate(needs):
@@ -128,11 +138,31 @@ class PinnedMirror:
                 found[index] = by_size[need.nbytes].pop()
         return found
 
-    def _forget(self, names: set[str], keep: set[int]) -> None:
-        """Drop waiting slots whose storage is dead, or whose name now needs another size."""
-        for key, slot in list(self._idle.items()):
-            if key not in keep and (slot.name in names or slot.is_abandoned()):
-                del self._idle[key]
+    def forget(self, storages: Iterable[torch.UntypedStorage]) -> None:
+        """Give up what these storages left here."""
+        gone = {storage._cdata for storage in storages}
+        self._drop(lambda slot: slot.origin_address() in gone)
+
+    def _forget(self, lacking: Sequence[Need], found: Sequence[Slot | None], components: set[str] | None) -> None:
+        """Give up what the storages and names that lack a slot left here, and what dead storages of these components (None: of
+        all) did; nothing of what was found for others."""
+        names, storages = {need.name for need in lacking}, {need.storage._cdata for need in lacking}
+        kept = set(map(id, found))
+        self._drop(
+            lambda slot: (
+                id(slot) not in kept
+                and (
+                    slot.name in names
+                    or slot.origin_address() in storages
+                    or (slot.is_abandoned() and (components is None or slot.component in components))
+                )
+            )
+        )
+
+    def _drop(self, is_gone: Callable[[Slot], bool]) -> None:
+        for key in [key for key, slot in self._idle.items() if is_gone(slot)]:
+            del self._idle[key]
+        self._break_up()
 
     def _break_up(self) -> None:
         """Drop the slots that still wait in blocks in which places were given up, if none there is lent."""
@@ -152,21 +182,25 @@ class PinnedMirror:
         return slots
 
 
-def take(requests: Sequence[tuple[PinnedMirror, Sequence[Need]]]) -> list[list[Slot]]:
+def take(requests: Sequence[tuple[PinnedMirror, Sequence[Need]]], *, components: Iterable[str] = ()) -> list[list[Slot]]:
     """For each mirror, a slot of exactly the right size for each of its needs, in order.
 
     Host memory is allocated (and page-locked) only for needs that no waiting slot fits, after all of it was found to be
     available. Slots that waited still do until `PinnedMirror.lend` is called for them, so an interrupted caller loses none.
 
+    Args:
+        requests: mirrors with their needs; all of the mirrors that are to be tidied, also if they need nothing.
+        components: what dead storages of these left behind is given up if nothing takes it.
+
     Raises:
         HostMemoryError: the host cannot hold what is missing.
     """
     found = [mirror._waiting(needs) for mirror, needs in requests]
+    short = any(slot is None for slots in found for slot in slots)
     for (mirror, needs), slots in zip(requests, found, strict=True):
-        if lacking := {need.name for need, slot in zip(needs, slots, strict=True) if slot is None}:
-            mirror._forget(lacking, {id(slot) for slot in slots})
-            mirror._break_up()
-            slots[:] = [slot if slot is not None and mirror._waits(slot) else None for slot in slots]
+        lacking = [need for need, slot in zip(needs, slots, strict=True) if slot is None]
+        mirror._forget(lacking, slots, None if short else set(components))
+        slots[:] = [slot if slot is not None and mirror._waits(slot) else None for slot in slots]
     sizes = [
         [need.nbytes for need, slot in zip(needs, slots, strict=True) if slot is None]
         for (_, needs), slots in zip(requests, found, strict=True)

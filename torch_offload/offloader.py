@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from . import device as devices
-from . import ledger, transfer
+from . import ledger
 from .contexts import Context
 from .errors import listed
 from .interrupts import Deferred
@@ -16,7 +16,7 @@ from .plan import Plan
 from .report import Residency, TransitionReport
 from .storage import storage_of
 from .strategies import strategies_for
-from .transition import PreparedOffload, Scope, bring_back, start
+from .transition import Aim, PreparedOffload, Scope, bring_back, reload_entries
 
 Components = Iterable[str] | str | None
 
@@ -87,7 +87,7 @@ class Offloader:
         """
         with Deferred(), ledger.LOCK:
             chosen = self._chosen(components)
-            return bring_back(self._scope, chosen, self._scope.away(minus=chosen))
+            return bring_back(self._scope, chosen, Aim(self._scope.away(minus=chosen)))
 
     def close(self) -> None:
         """Reload what is away and give the host memory back to the operating system; the next `offload` builds it anew.
@@ -99,12 +99,10 @@ class Offloader:
         """
         with Deferred(), ledger.LOCK:
             every = frozenset(self.components)
-            bring_back(self._scope, every, self._scope.away(minus=every), check_names=False)
+            bring_back(self._scope, every, Aim(self._scope.away(minus=every)), check_names=False)
             states = self._scope.states()
-            transfer.allocate_then_copy(
-                [entry for entry in ledger.entries() if any(entry.is_claimed_by(state) for state in states)],
-                verify=self._scope.verify,
-            )
+            rest = [entry for entry in ledger.entries() if any(entry.is_claimed_by(state) for state in states)]
+            reload_entries(rest, self._scope.device, verify=self._scope.verify)
             for state in states:
                 for mirror in state.mirrors.values():
                     mirror.close()
@@ -144,12 +142,15 @@ class Offloader:
 
     def _prepared(self, components: Components) -> PreparedOffload:
         chosen = self._chosen(components)
-        return PreparedOffload(self._scope, chosen, self._scope.away(plus=chosen))
+        return PreparedOffload(self._scope, chosen, Aim(self._scope.away(plus=chosen)))
 
     def _chosen(self, components: Components) -> frozenset[str]:
         if components is None:
             return frozenset(self.components)
-        chosen = frozenset([components] if isinstance(components, str) else components)
+        given = [components] if isinstance(components, str) else list(components)
+        if wrong := [name for name in given if not isinstance(name, str)]:
+            raise TypeError(f"components are names such as 'params', not {wrong[0]!r}")
+        chosen = frozenset(given)
         if unknown := sorted(chosen - set(self.components)):
             accepted = listed(self.components, most=10) or "none"
             raise ValueError(f"no target has a component {listed(unknown)}; these targets have {accepted}")
@@ -158,10 +159,9 @@ class Offloader:
     def _residency(self, component: str, plan: Plan) -> Residency:
         claimed = [each for each in plan.storages.values() if each.is_claimed_as(component)]
         offloaded = [each for each in claimed if each.entry is not None]
-        if claimed and len(offloaded) == len(claimed):
-            return Residency.OFFLOADED
+        stayed = len(claimed) > len(offloaded) or component in plan.components_elsewhere
         if offloaded or any(component in state.away for state in self._scope.states()):
-            return Residency.LEFT if claimed else Residency.OFFLOADED
+            return Residency.LEFT if stayed else Residency.OFFLOADED
         return Residency.RESIDENT
 
 
@@ -218,9 +218,9 @@ def reload(tensor: torch.Tensor, *, verify: bool = True) -> None:
     Raises:
         DeviceMemoryError, IntegrityError, TransitionError: it stays offloaded; call again.
     """
+    if not isinstance(tensor, torch.Tensor):
+        raise TypeError(f"reload() takes a tensor, not a {type(tensor).__name__}; use an Offloader for modules and optimizers")
     with Deferred(), ledger.LOCK:
         storage = storage_of(tensor)
-        start(storage.device)
         entry = ledger.entry_of(storage)
-        if entry is not None:
-            transfer.allocate_then_copy([entry], verify=verify)
+        reload_entries([] if entry is None else [entry], storage.device, verify=verify)

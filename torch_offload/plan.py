@@ -12,9 +12,9 @@ import torch
 from . import device as devices
 from . import ledger
 from .errors import MirrorMismatchError, SharedStorageError, UnsupportedTargetError
-from .ledger import Entry
+from .ledger import Entry, Key
 from .report import LeftRow
-from .storage import Holding, Storage, Verdict, examine, repair, storage_of
+from .storage import Holding, Storage, Verdict, advice, examine, storage_of
 from .strategies.base import Claim, Strategy
 from .transfer import Move
 
@@ -28,6 +28,11 @@ class Named:
     strategy: Strategy
     claim: Claim
     name: str
+
+    @property
+    def key(self) -> Key:
+        """What the claim is called within its target, whatever other targets are named with it."""
+        return (0 if self.claim.of is None else id(self.claim.of), self.claim.name)
 
 
 @dataclasses.dataclass(eq=False)
@@ -61,7 +66,7 @@ class Planned:
         """The strictest policy of those who claim it."""
         return min((named.strategy.shared for named in self.claims), key=_STRICTEST_FIRST.index)
 
-    def held_by(self, away: Mapping[int, frozenset[str]]) -> list[str]:
+    def kept_by(self, away: Mapping[int, frozenset[str]]) -> list[str]:
         """The components that claim it and are to be resident."""
         return sorted({
             named.claim.component for named in self.claims if named.claim.component not in away[id(named.strategy)]
@@ -95,9 +100,9 @@ class Planned:
             tensors=tensors,
             gradients=list(self._gradients().values()),
             claims=[
-                (weakref.ref(ledger.state_of(named.strategy.target)), named.claim.component, named.name)
-                for named in self.claims
+                (weakref.ref(ledger.state_of(named.strategy.target)), named.claim.component, named.key) for named in self.claims
             ],
+            component=self.claims[0].claim.component,
             discard=all(named.claim.discard for named in self.claims),
             read_only=all(named.strategy.read_only for named in self.claims),
         )
@@ -118,22 +123,26 @@ class Plan:
         self._strategies = strategies
         self.storages: dict[int, Planned] = {}
         self.elsewhere: list[LeftRow] = []
+        self.components_elsewhere: set[str] = set()
         self.claims = list(_named(strategies))
         for named in self.claims:
             storage = _storage(named)
             if storage is None:
-                self.elsewhere.append(LeftRow(named.name, _nbytes(named.claim.tensor), "sparse: it has no single storage"))
-            elif not devices.covers(device, storage.device):
-                if not named.claim.host:
-                    where = "already in host memory" if storage.device.type == "cpu" else f"on {storage.device}"
-                    self.elsewhere.append(LeftRow(named.name, storage.nbytes(), where))
-            else:
+                self._add_elsewhere(named, 0, f"its layout is {named.claim.tensor.layout}: it has no single storage")
+            elif devices.covers(device, storage.device):
                 self._add(storage, named)
+            elif not named.claim.host:
+                where = "already in host memory" if storage.device.type == "cpu" else f"on {storage.device}"
+                self._add_elsewhere(named, storage.nbytes(), where)
         for strategy in strategies:
             for alias in strategy.aliases():
                 planned = self.storages.get(storage_of(alias)._cdata)
                 if planned is not None:
                     planned.aliases.append(alias)
+
+    def _add_elsewhere(self, named: Named, nbytes: int, reason: str) -> None:
+        self.elsewhere.append(LeftRow(named.name, nbytes, reason))
+        self.components_elsewhere.add(named.claim.component)
 
     def _add(self, storage: Storage, named: Named) -> None:
         planned = self.storages.get(storage._cdata)
@@ -151,21 +160,17 @@ class Plan:
         Raises:
             MirrorMismatchError: with the name.
         """
-        offloaded = {
-            (id(state), component, name): entry
-            for entry in ledger.entries()
-            if entry.offloaded
-            for reference, component, name in entry.claims
-            if (state := reference()) is not None
-        }
+        offloaded: dict[tuple[int, str, Key], set[Storage | None]] = {}
+        for entry in ledger.entries():
+            for reference, component, key in entry.claims if entry.offloaded else ():
+                offloaded.setdefault((id(reference()), component, key), set()).add(entry.storage())
         for named in self.claims:
             component = named.claim.component
             if component == "grads" or component not in away[id(named.strategy)]:
                 continue
             state = ledger.state_of(named.strategy.target)
-            entry = offloaded.get((id(state), component, named.name))
-            is_other = entry is not None and entry.storage() is not _storage(named)
-            if is_other or (component, named.name) in state.lost:
+            storages = offloaded.get((id(state), component, named.key))
+            if (storages and _storage(named) not in storages) or (component, named.key) in state.lost:
                 raise MirrorMismatchError(
                     f"{named.name!r} was re-pointed while offloaded: it now stands for other memory than the mirror has the "
                     "bytes of. Put the offloaded tensor back under this name and call reload(), or call off.close() to keep "
@@ -202,9 +207,9 @@ class Plan:
             if _may_go(each.shared, verdict.holding):
                 moves.append(each.move(verdict))
             elif each.shared == "raise":
-                raise SharedStorageError(f"{each.name!r} ({each.nbytes} bytes) is {verdict}. {repair(verdict)}")
+                raise SharedStorageError(f"{each.name!r} ({each.nbytes} bytes) is {verdict}. {advice(verdict)}")
             else:
-                left.append(LeftRow(each.name, each.nbytes, f"{verdict}. {repair(verdict)}"))
+                left.append(LeftRow(each.name, each.nbytes, f"{verdict}. {advice(verdict)}"))
         return moves, left
 
 
@@ -220,7 +225,7 @@ def _may_go(shared: str, holding: Holding) -> bool:
 
 def _named(strategies: Iterable[Strategy]) -> Iterator[Named]:
     """Claims with full names: a state is named after its parameter, whichever target that is claimed by."""
-    claims = [(strategy, claim) for strategy in strategies for claim in strategy.claims()]
+    claims = [(strategy, claim) for strategy in strategies for claim in _claims(strategy)]
     names = {id(claim.tensor): claim.name for _, claim in reversed(claims) if claim.of is None}
     for strategy, claim in claims:
         parts = [strategy.name, claim.name]
@@ -232,6 +237,13 @@ def _named(strategies: Iterable[Strategy]) -> Iterator[Named]:
                 f"its components {strategy.components}"
             )
         yield Named(strategy, claim, ".".join(parts))
+
+
+def _claims(strategy: Strategy) -> list[Claim]:
+    claims = list(strategy.claims() or ())
+    if wrong := [claim for claim in claims if not isinstance(claim, Claim)]:
+        raise UnsupportedTargetError(f"{type(strategy).__name__}.claims() gave a {type(wrong[0]).__name__}, not a Claim")
+    return claims
 
 
 def _storage(named: Named) -> Storage | None:
@@ -255,7 +267,3 @@ def _unsupported(tensor: torch.Tensor) -> str | None:
     if torch.utils._python_dispatch.is_traceable_wrapper_subclass(tensor):
         return f"is a {type(tensor).__name__}, which wraps other tensors, and no strategy here reaches into it"
     return None
-
-
-def _nbytes(tensor: torch.Tensor) -> int:
-    return int(tensor._values().nbytes + tensor._indices().nbytes) if tensor.layout is torch.sparse_coo else 0

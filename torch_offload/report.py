@@ -19,11 +19,13 @@ class Residency(enum.Enum):
 
 @dataclasses.dataclass(frozen=True)
 class MirrorRow:
-    """Host memory of one target: bytes held (whole pages), and whether all of it is page-locked."""
+    """Host memory of one target: bytes held (whole pages), whether all of it is page-locked, and whether all of it is of the
+    size that was asked for (torch's own pinned allocator, used beside accelerators other than CUDA and HIP, may round up)."""
 
     target: str
     nbytes: int
     pinned: bool
+    exact: bool
 
 
 @dataclasses.dataclass(frozen=True)
@@ -86,9 +88,9 @@ class TransitionReport:
         """One line for a log."""
         storages = "1 storage" if self.storages == 1 else f"{self.storages} storages"
         copied = "" if self.copied_nbytes == self.nbytes else f" ({gib(self.copied_nbytes)} copied)"
+        what = f"{' + '.join(self.targets) or 'nothing'} ({', '.join(self.components) or 'nothing'})"
         parts = [
-            f"{self.direction} {' + '.join(self.targets) or 'nothing'} ({', '.join(self.components) or 'nothing'}): "
-            f"{gib(self.nbytes)}{copied} in {storages}",
+            f"{self.direction} {what}: {gib(self.nbytes)}{copied} in {storages}",
             f"{self.time_s:.3f} s",
             f"host {gib(self.host_nbytes)}",
         ]
@@ -114,9 +116,9 @@ class TransitionReport:
         ]
         rows.insert(1, ("storages", f"{self.storages} ({gib(self.nbytes)})"))
         rows.append(("time", f"{self.time_s:.3f} s"))
-        rows += [
-            (f"mirror {row.target}", f"{gib(row.nbytes)} {'pinned' if row.pinned else 'pageable'}") for row in self.mirrors
-        ]
-        rows += [(f"left {row.name}", f"{gib(row.nbytes)}: {row.reason}") for row in self.left]
+        for row in self.mirrors:
+            kind = ("pinned" if row.pinned else "pageable") + ("" if row.exact else ", rounded up")
+            rows.append((f"mirror {row.target}", f"{gib(row.nbytes)} {kind}"))
+        rows += [(f"left {left.name}", f"{gib(left.nbytes)}: {left.reason}") for left in self.left]
         width = max(len(key) for key, _ in rows)
         return "\n".join(f"{key:<{width}}  {value}" for key, value in rows)

@@ -60,6 +60,12 @@ def is_metadata(func: Any, args: tuple[Any, ...]) -> bool:
     return func in METADATA or (func == _Tensor.grad.__set__ and args[1] is None) or (func is _Tensor.type and len(args) == 1)
 
 
+def makes_leaf(func: Any, args: tuple[Any, ...]) -> bool:
+    """Whether this call asks for gradients of a tensor, as `torch.nn.Parameter(w)` does of `w.detach()`."""
+    asks = func is _Tensor.requires_grad_ or func == _Tensor.requires_grad.__set__
+    return asks and (len(args) < 2 or bool(args[1]))
+
+
 def is_host_read(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
     """Whether this call wants the values in host memory."""
     return func in HOST_READS or (func is _Tensor.to and _goes_to_host(*args[1:], **kwargs))
@@ -90,11 +96,14 @@ def write(tensor: torch.Tensor, entry: Entry, source: torch.Tensor) -> None:
     """
     assert entry.slot is not None
     target = host_view(tensor, entry.slot.bytes().untyped_storage())
-    before = _checksum_of_rows(entry, target)
-    known, entry.checksum = entry.checksum, None  # unknown while it is being written
-    target.copy_(source)
-    if known is not None:
-        entry.checksum = checksum.wrapped(known + _checksum_of_rows(entry, target) - before)
+    if entry.checksum is None:
+        target.copy_(source)
+    else:
+        rest = entry.checksum - _checksum_of_rows(entry, target)
+        try:
+            target.copy_(source)
+        finally:
+            entry.checksum = checksum.wrapped(rest + _checksum_of_rows(entry, target))
     entry.written()
 
 

@@ -81,7 +81,7 @@ class Holding(enum.Enum):
 
     EXCLUSIVE = "exclusive"  # nobody but the tensors that are known
     ALIASED = "aliased"  # other tensor objects that Python can reach
-    IN_USE = "in use"  # a parameter or buffer of a module outside the targets
+    IN_USE = "in use"  # a parameter or buffer of a module outside the targets, or the gradient of a tensor outside
     HELD = "held"  # holders without a Python name: most often a graph that is still alive
     NOT_RESIZABLE = "not resizable"  # the memory is not torch's own
 
@@ -139,10 +139,10 @@ def check_exclusive(tensor: torch.Tensor, known: Iterable[torch.Tensor] = ()) ->
     verdict = is_exclusive(tensor, known)
     if not verdict:
         shape = tuple(tensor.shape)
-        raise SharedStorageError(f"the storage of the tensor of shape {shape} is {verdict}. {repair(verdict)}")
+        raise SharedStorageError(f"the storage of the tensor of shape {shape} is {verdict}. {advice(verdict)}")
 
 
-def repair(verdict: Verdict) -> str:
+def advice(verdict: Verdict) -> str:
     """What usually helps against a verdict, for a message."""
     return {
         Holding.EXCLUSIVE: "Nothing to do",
@@ -209,7 +209,7 @@ class _Case:
         if past.unexplained != self.initial:
             return False
         found = [reference() for reference in past.visible]
-        if any(tensor is None or id(tensor) in self.known for tensor in found):
+        if any(each is None or id(each) in self.known or storage_of(each) is not self.storage for each in found):
             return False
         self.visible |= {id(tensor): tensor for tensor in found if tensor is not None}
         self.owners |= past.owners
@@ -231,7 +231,7 @@ class _Case:
             reasons.append("other tensors on it: " + ", ".join(_described(tensor) for tensor in others[:5]))
         if self.owners:
             holding = Holding.IN_USE
-            reasons.append(f"modules outside the targets use it: {listed(sorted(set(self.owners.values())))}")
+            reasons.append(f"used outside the targets: {listed(sorted(set(self.owners.values())))}")
         unexplained = self.unexplained()
         if unexplained is None:
             holding = Holding.HELD
@@ -262,7 +262,7 @@ def _look(cases: Iterable[_Case]) -> None:
     `isinstance` would run `__class__` properties of foreign objects, so types are asked.
     """
     by_storage = {case.storage._cdata: case for case in cases}
-    modules = []
+    modules, leaves = [], []
     for thing in gc.get_objects():
         kind = type(thing)
         if issubclass(kind, torch.Tensor):
@@ -270,14 +270,31 @@ def _look(cases: Iterable[_Case]) -> None:
             if case is not None and id(thing) not in case.known:
                 case.visible[id(thing)] = thing
                 case.quiet.pop(id(thing), None)
+            if _gradient_of(thing) is not None:
+                leaves.append(thing)
         elif issubclass(kind, torch.nn.Module):
             modules.append(thing)
     wanted = {key: case for case in by_storage.values() for key in case.visible}
+    for leaf in leaves:  # a backward would accumulate into it in C++
+        key = id(_gradient_of(leaf))
+        if key in wanted:
+            wanted[key].owners[key] = f"the gradient of a {_described(leaf)}"
     for module in modules:
         for table in ("_parameters", "_buffers"):
             for name, tensor in (module.__dict__.get(table) or {}).items():
                 if id(tensor) in wanted:
                     wanted[id(tensor)].owners[id(tensor)] = f"{type(module).__name__}.{name}"
+
+
+def _gradient_of(tensor: torch.Tensor) -> torch.Tensor | None:
+    is_leaf, gradient = torch.Tensor.is_leaf, torch.Tensor.grad
+    found: torch.Tensor | None = plainly(_getter(gradient), tensor) if plainly(_getter(is_leaf), tensor) else None
+    return found
+
+
+def _getter(member: Any) -> Callable[..., Any]:
+    getter: Callable[..., Any] = member.__get__
+    return getter
 
 
 def _storage_address(tensor: torch.Tensor) -> int:

@@ -43,6 +43,10 @@ class InjectedError(RuntimeError):
     """What a failing seam raises."""
 
 
+class InjectedOutOfMemoryError(InjectedError, torch.OutOfMemoryError):
+    """What a failing device allocation raises."""
+
+
 _SEAMS: dict[Seam, tuple[Any, str]] = {
     Seam.HOST_ALLOCATION: (host_memory, "map_pages"),
     Seam.REGISTRATION: (device, "register_host"),
@@ -75,7 +79,7 @@ def failing(seam: Seam, at: int = 1) -> Iterator[Fault]:
         fault.fired = True
         if seam is Seam.REGISTRATION:
             return False
-        raise InjectedError(f"injected: {seam.value}")
+        raise (InjectedOutOfMemoryError if seam is Seam.DEVICE_ALLOCATION else InjectedError)(f"injected: {seam.value}")
 
     with mock.patch.object(owner, name, call):
         yield fault
@@ -95,8 +99,10 @@ def pretended_pinning() -> Iterator[list[int]]:
         mock.patch.object(device, "register_host", register),
         mock.patch.object(device, "unregister_host", registered.remove),
     ):
-        yield registered
-        host_memory.drain()
+        try:
+            yield registered
+        finally:
+            host_memory.drain()
 
 
 @dataclasses.dataclass

@@ -6,10 +6,11 @@ cannot fail. Copies are asynchronous inside; the functions always synchronise.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import os
 import weakref
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 import torch
 
@@ -30,6 +31,7 @@ class Move:
         tensors: every tensor on it that can be made loud, with its name.
         gradients: (parameter, name) of each gradient on it, for the barriers against a backward.
         claims: what `Entry.claims` is to hold.
+        component: the component of its first claim.
         discard: give the bytes up; they come back as zeros.
         read_only: copy nothing if the mirror is shown to have these bytes.
     """
@@ -39,7 +41,8 @@ class Move:
     mirror: PinnedMirror
     tensors: Sequence[tuple[torch.Tensor, str]]
     gradients: Sequence[tuple[torch.Tensor, str]] = ()
-    claims: Sequence[tuple[weakref.ref[ledger.TargetState], str, str]] = ()
+    claims: Sequence[tuple[weakref.ref[ledger.TargetState], str, ledger.Key]] = ()
+    component: str = ""
     discard: bool = False
     read_only: bool = False
 
@@ -50,15 +53,18 @@ class Prepared:
     Building one copies and may fail, in which case nothing happened. `commit` and `abandon` do not fail.
     """
 
-    def __init__(self, moves: Sequence[Move], *, verify: bool) -> None:
+    def __init__(self, moves: Sequence[Move], *, verify: bool, components: Iterable[str] = ()) -> None:
         self._moves = moves
         self._entries: list[Entry] = []
+        self._devices = [move.storage.device for move in moves]
         self.copied_nbytes = 0
         try:
             self._guard()
-            self._find_host_memory()
+            self._find_host_memory(components)
             self._copy(verify)
         except BaseException:
+            with contextlib.suppress(Exception):  # copies may be under way into slots that are about to wait
+                device.synchronize(self._devices)
             self.abandon()
             raise
 
@@ -70,46 +76,57 @@ class Prepared:
             ledger.add(entry)
             guard.guard(move.tensors, entry)
             for parameter, name in move.gradients:
-                if parameter.requires_grad:
+                if parameter.is_floating_point() or parameter.is_complex():
                     guard.Barrier(parameter, name, entry)
 
-    def _find_host_memory(self) -> None:
-        kept = [(move, entry) for move, entry in zip(self._moves, self._entries, strict=True) if not move.discard]
-        mirrors = {id(move.mirror): move.mirror for move, _ in kept}
-        pairs = {key: [pair for pair in kept if pair[0].mirror is found] for key, found in mirrors.items()}
-        needs = [[Need(move.storage, entry.nbytes, move.name) for move, entry in pairs[key]] for key in mirrors]
-        for key, slots in zip(mirrors, mirror.take(list(zip(mirrors.values(), needs, strict=True))), strict=True):
-            for (move, entry), slot in zip(pairs[key], slots, strict=True):
+    def _find_host_memory(self, components: Iterable[str]) -> None:
+        """A slot for each storage whose bytes are kept; what the storages left in mirrors of other targets is given up."""
+        moved = list(zip(self._moves, self._entries, strict=True))
+        mirrors = {id(move.mirror): move.mirror for move, _ in moved}
+        for other in ledger.mirrors():
+            if id(other) not in mirrors:
+                other.forget(move.storage for move, _ in moved)
+        kept = {
+            key: [pair for pair in moved if pair[0].mirror is found and not pair[0].discard] for key, found in mirrors.items()
+        }
+        needs = [[Need(move.storage, entry.nbytes, move.name) for move, entry in pairs] for pairs in kept.values()]
+        taken = mirror.take(list(zip(mirrors.values(), needs, strict=True)), components=components)
+        for pairs, slots in zip(kept.values(), taken, strict=True):
+            for (move, entry), slot in zip(pairs, slots, strict=True):
                 entry.slot = slot
                 move.mirror.lend(slot)
 
     def _copy(self, verify: bool) -> None:
-        pairs = [(move, entry) for move, entry in zip(self._moves, self._entries, strict=True) if entry.slot is not None]
-        devices = [move.storage.device for move in self._moves]
-        device.synchronize(devices)
-        summed = [(move, entry) for move, entry in pairs if verify or move.read_only]
-        sums = checksum.checksums([storage.byte_view(move.storage) for move, _ in summed])
-        for (_, entry), value in zip(summed, sums, strict=True):
+        pairs = [(move, entry, entry.slot) for move, entry in zip(self._moves, self._entries, strict=True) if entry.slot]
+        device.synchronize(self._devices)
+        summed = [(move, entry) for move, entry, _ in pairs if verify or move.read_only]
+        for (_, entry), value in zip(summed, _checksums([move.storage for move, _ in summed]), strict=True):
             entry.checksum = value
-        for move, entry in pairs:
-            slot = entry.slot
-            assert slot is not None
+        for move, entry, slot in pairs:
             if move.read_only and slot.is_of(move.storage) and slot.checksum == entry.checksum:
                 continue
-            slot.checksum, slot.origin, slot.name = None, weakref.ref(move.storage), move.name
+            slot.checksum, slot.origin, slot.name, slot.component = None, weakref.ref(move.storage), move.name, move.component
             copy(slot.bytes(), storage.byte_view(move.storage))
             self.copied_nbytes += entry.nbytes
-        device.synchronize(devices)
-        for _, entry in pairs:
-            assert entry.slot is not None
-            entry.slot.checksum = entry.checksum
+        device.synchronize(self._devices)
+        for _, entry, slot in pairs:
+            slot.checksum = entry.checksum
+
+    def check_process(self) -> None:
+        """Raise in a forked child, which has no mirror.
+
+        Raises:
+            TransitionError: this is another process than the one that prepared.
+        """
+        for entry in self._entries:
+            entry.check_process()
 
     def commit(self) -> None:
         """Free the device memory: every storage is offloaded, and wholly free segments are with the driver."""
         for entry, move in zip(self._entries, self._moves, strict=True):
             entry.stage = Stage.OFFLOADED
             storage.give_up(move.storage)
-        device.empty_cache(move.storage.device for move in self._moves)
+        device.empty_cache(self._devices)
 
     def abandon(self) -> None:
         """Leave every storage as it was, and the host memory idle."""
@@ -139,26 +156,18 @@ def allocate_then_copy(entries: Sequence[Entry], *, verify: bool = True) -> None
     """
     alive = [(entry, found) for entry in entries if (found := entry.storage()) is not None]
     devices = [found.device for _, found in alive]
+    for entry, _ in alive:
+        entry.check_process()
     try:
-        for entry, _ in alive:
-            entry.check_process()
-            if verify and entry.slot is not None and entry.checksum is None:
-                (entry.checksum,) = checksum.checksums([entry.slot.bytes()])
-        views = _stage_all(alive)
-        for (entry, _), view in zip(alive, views, strict=True):
-            if entry.slot is None:
-                view.zero_()
-            else:
-                copy(view, entry.slot.bytes())
-        device.synchronize(devices)
-        if verify:
-            _compare([(entry, view) for (entry, _), view in zip(alive, views, strict=True) if entry.slot is not None])
+        _fill(alive, devices, verify)
     except BaseException:
-        device.synchronize(devices)
-        for entry, found in alive:
-            if entry.offloaded:
-                storage.abandon(found)
-        device.empty_cache(devices)
+        try:
+            device.synchronize(devices)
+        finally:
+            for entry, found in alive:
+                if entry.offloaded:
+                    storage.abandon(found)
+            device.empty_cache(devices)
         raise
     for entry, found in alive:
         storage.publish(found)
@@ -168,26 +177,49 @@ def allocate_then_copy(entries: Sequence[Entry], *, verify: bool = True) -> None
         _dismiss(entry)
 
 
+def _fill(alive: Sequence[tuple[Entry, storage.Storage]], devices: Sequence[torch.device], verify: bool) -> None:
+    """Allocate all, copy, wait, compare."""
+    for entry, _ in alive:
+        if verify and entry.slot is not None and entry.checksum is None:
+            (entry.checksum,) = checksum.checksums([entry.slot.bytes()])
+    views = _stage_all(alive)
+    for (entry, _), view in zip(alive, views, strict=True):
+        if entry.slot is None:
+            view.zero_()
+        else:
+            copy(view, entry.slot.bytes())
+    device.synchronize(devices)
+    if verify:
+        _compare([(entry, found) for entry, found in alive if entry.slot is not None])
+
+
 def repair() -> None:
     """Finish what an interrupted transition left half done: storages that are not offloaded are resident, wholly."""
     for entry in list(ledger.entries()):
         found = entry.storage()
         if not entry.offloaded:
             _dismiss(entry)
-        elif found is not None and found.nbytes() and entry.pid == os.getpid():
-            storage.give_up(found)  # cut between the flag and the free, or regrown by a foreign set_
+        elif entry.pid == os.getpid():
+            entry.remove_barriers(needed=False)
+            if found is not None and found.nbytes():
+                storage.give_up(found)  # cut between the flag and the free, or regrown by a foreign set_
 
 
 def check_possible(where: torch.device) -> None:
     """Raise if no transition of memory on this device can run now.
 
     Raises:
-        TransitionError: the current stream is capturing a graph.
+        TransitionError: the current stream is capturing a graph, or this is called from inside a backward.
     """
     if device.is_capturing(where):
         raise TransitionError(
             "the current stream is capturing a CUDA graph, and a transition waits, allocates and frees. Offload or reload "
             "before or after the capture"
+        )
+    if torch._C._current_graph_task_id() != -1:
+        raise TransitionError(
+            "a backward is running in this thread, and a transition would take the memory from under it. Offload or reload "
+            "after backward() has returned, not from a hook"
         )
 
 
@@ -206,24 +238,39 @@ def _stage_all(alive: Sequence[tuple[Entry, storage.Storage]]) -> list[torch.Ten
     views = []
     for index, (entry, found) in enumerate(alive):
         try:
-            views.append(storage.stage(found, entry.nbytes))
+            with device.default_stream(found.device):  # whose pool the memory is to belong to
+                views.append(storage.stage(found, entry.nbytes))
         except RuntimeError as error:
-            missing = sum(later.nbytes for later, _ in alive[index:])
+            if not device.is_out_of_memory(error):
+                raise
+            missing = gib(sum(later.nbytes for later, _ in alive[index:]))
+            total = gib(sum(each.nbytes for each, _ in alive))
             free = device.driver_free_nbytes([found.device])
             room = "" if free is None else f" and {gib(free)} is free"
             raise DeviceMemoryError(
-                f"no device memory on {found.device} to reload {entry.name!r} ({gib(entry.nbytes)}): {gib(missing)} of "
-                f"{gib(sum(each.nbytes for each, _ in alive))} is missing{room}. Everything stays offloaded; free device "
-                "memory and call reload() again"
+                f"no device memory on {found.device} to reload {entry.name!r} ({gib(entry.nbytes)}): {missing} of {total} is "
+                f"missing{room}. Everything stays offloaded; free device memory and call reload() again"
             ) from error
     return views
 
 
-def _compare(pairs: Sequence[tuple[Entry, torch.Tensor]]) -> None:
-    sums = checksum.checksums([view for _, view in pairs])
+def _compare(pairs: Sequence[tuple[Entry, storage.Storage]]) -> None:
+    sums = _checksums([found for _, found in pairs])
     if wrong := [entry.name for (entry, _), value in zip(pairs, sums, strict=True) if value != entry.checksum]:
         raise IntegrityError(
             f"the bytes that came back are not those that were offloaded: {listed(wrong)}. The mirror is kept and everything "
             "stays offloaded. Call reload() again in case the copy was at fault; if it fails again the host memory is, and "
             "verify=False brings the bytes back as they are"
         )
+
+
+def _checksums(storages: Sequence[storage.Storage]) -> list[int]:
+    try:
+        return checksum.checksums([storage.byte_view(each) for each in storages])
+    except RuntimeError as error:
+        if not device.is_out_of_memory(error):
+            raise
+        raise DeviceMemoryError(
+            "no device memory for the few MiB that checksums take. Nothing was moved; free some (empty_cache()) and call "
+            "again, or pass verify=False"
+        ) from error

@@ -2,15 +2,23 @@
 
 A storage is offloaded if all components that claim it are away. Each target's set ``away`` changes when the transition has
 committed, together with the hooks that depend on it.
+
+[Note: one at a time]
+The lock keeps other threads out. A signal handler, a finalizer or a hook may still start a transition in the thread that is
+inside one, on top of its frames; that is refused by looking for them, since a flag would stay set if the transition were cut.
 """
 
 from __future__ import annotations
 
+import contextlib
+import dataclasses
 import functools
 import logging
+import sys
 import time
 import weakref
 from collections.abc import Mapping, Sequence
+from types import CodeType, FrameType
 
 import torch
 
@@ -18,7 +26,7 @@ from . import device as devices
 from . import ledger, transfer
 from .errors import OffloadedTensorError, TransitionError, listed
 from .interrupts import Deferred
-from .ledger import TargetState
+from .ledger import Entry, TargetState
 from .plan import Plan, Planned
 from .report import LeftRow, MirrorRow, TransitionReport
 from .storage import Storage
@@ -27,6 +35,26 @@ from .strategies.base import Strategy
 _log = logging.getLogger("torch_offload")
 Away = Mapping[int, frozenset[str]]  # id of a strategy -> the components of its target that are to be away
 _pending: weakref.ref[PreparedOffload] | None = None
+
+
+@dataclasses.dataclass(frozen=True)
+class Aim:
+    """Where a transition is to lead.
+
+    Attributes:
+        away: for each strategy the components of its target that are to be away.
+        exactly: storages that are to be as they once were, by address: (weak reference, whether it was offloaded).
+    """
+
+    away: Away
+    exactly: Mapping[int, tuple[weakref.ref[Storage], bool]] = dataclasses.field(default_factory=dict)
+
+    def is_to_go(self, planned: Planned) -> bool:
+        """Whether this storage is to be offloaded."""
+        reference, was_offloaded = self.exactly.get(planned.storage._cdata, (None, False))
+        if reference is not None and reference() is planned.storage:
+            return was_offloaded
+        return not planned.kept_by(self.away)
 
 
 class Scope:
@@ -47,6 +75,10 @@ class Scope:
         self.known: dict[tuple[int, str], tuple[int, torch.dtype]] = {}
         self.report: TransitionReport | None = None
 
+    def hold(self) -> list[object]:
+        """The targets, for as long as the caller keeps the list: none of them dies in the middle of a transition."""
+        return [strategy.target for strategy in self.strategies]
+
     def alive(self) -> list[Strategy]:
         return [strategy for strategy in self.strategies if strategy.target is not None]
 
@@ -65,7 +97,7 @@ class Scope:
 
     def mirrors(self) -> tuple[MirrorRow, ...]:
         rows = {id(mirror): (each.name, mirror) for each in self.alive() for mirror in state_of(each).mirrors.values()}
-        return tuple(MirrorRow(name, mirror.nbytes, mirror.pinned) for name, mirror in rows.values())
+        return tuple(MirrorRow(name, mirror.nbytes, mirror.pinned, mirror.exact) for name, mirror in rows.values())
 
 
 def state_of(strategy: Strategy) -> TargetState:
@@ -79,23 +111,20 @@ class PreparedOffload:
     abandoned when the next transition starts.
     """
 
-    def __init__(self, scope: Scope, chosen: frozenset[str], away: Away, *, keep: Sequence[Storage] = ()) -> None:
+    def __init__(self, scope: Scope, chosen: frozenset[str], aim: Aim, *, check: bool = True) -> None:
         start(scope.device)
-        for strategy in scope.alive():
-            strategy.check(chosen.intersection(strategy.components))
-        plan = scope.plan()
-        plan.check_names(scope.away())
-        plan.check_sizes(scope.known, chosen)
-        resident = [each for each in plan.storages.values() if each.entry is None]
-        going = [each for each in resident if not each.held_by(away) or _is_in(each.storage, keep)]
-        moves, self._left = plan.outgoing(going)
-        self._left += plan.elsewhere + [
-            _held_back(each, away) for each in resident if each not in going and each.is_wanted(away)
-        ]
-        self._scope, self._away, self._plan = scope, away, plan
+        self._held = scope.hold()
+        self._scope, self._aim = scope, aim
+        self._plan: Plan | None = _checked_plan(scope, chosen) if check else scope.plan()
+        resident = [each for each in self._plan.storages.values() if each.entry is None]
+        moves, self._left = self._plan.outgoing([each for each in resident if aim.is_to_go(each)])
+        self._left += self._plan.elsewhere
+        self._left += [_kept(each, aim) for each in resident if not aim.is_to_go(each) and each.is_wanted(aim.away)]
         self._nbytes = [move.storage.nbytes() for move in moves]
-        self._measured = _Measured("offload", chosen, [move.storage.device for move in moves])
-        self._transfer: transfer.Prepared | None = transfer.Prepared(moves, verify=scope.verify)
+        self._measured = _Measured("offload", chosen, [each.storage.device for each in self._plan.storages.values()])
+        _set_barriers(scope, aim.away)
+        self._transfer: transfer.Prepared | None = transfer.Prepared(moves, verify=scope.verify, components=chosen)
+        self._measured.pause()
 
     def wait(self) -> PreparedOffload:
         """Have other transitions raise until `commit` or `abandon`; without this the next one abandons it."""
@@ -107,13 +136,15 @@ class PreparedOffload:
         """Free the device memory. Cannot fail.
 
         Raises:
-            TransitionError: it was committed or abandoned before.
+            TransitionError: it was committed or abandoned before, or this is a forked child of the process that prepared it.
         """
         with Deferred(), ledger.LOCK:
-            prepared = self._taken()
+            _refuse_on_top_of_another()
+            prepared, plan = self._taken()
+            self._measured.resume()
             prepared.commit()
-            _settle(self._scope, self._away)
-            return self._measured.report(self._scope, self._plan, self._nbytes, prepared.copied_nbytes, self._left)
+            _settle(self._scope, self._aim.away)
+            return self._measured.report(self._scope, plan, self._nbytes, prepared.copied_nbytes, self._left)
 
     def abandon(self) -> None:
         """Leave everything resident, as it was.
@@ -122,42 +153,57 @@ class PreparedOffload:
             TransitionError: it was committed or abandoned before.
         """
         with Deferred(), ledger.LOCK:
-            self._taken().abandon()
+            _refuse_on_top_of_another()
+            prepared, _ = self._taken()
+            prepared.abandon()
+            _settle(self._scope, self._scope.away())
 
     def is_pending(self) -> bool:
         """Whether neither was called yet."""
         return self._transfer is not None
 
-    def _taken(self) -> transfer.Prepared:
-        prepared, self._transfer = self._transfer, None
-        if prepared is None:
+    def _taken(self) -> tuple[transfer.Prepared, Plan]:
+        """What was prepared, which this object then no longer refers to."""
+        prepared, plan = self._transfer, self._plan
+        if prepared is None or plan is None:
             raise TransitionError("this prepared offload was committed or abandoned before; call prepare() again")
-        return prepared
+        prepared.check_process()
+        self._transfer = self._plan = None
+        self._held = []
+        return prepared, plan
 
 
-def bring_back(
-    scope: Scope, chosen: frozenset[str], away: Away, *, keep: Sequence[Storage] = (), check_names: bool = True
-) -> TransitionReport:
-    """Reload every storage that a component claims which is not to be away, but those in ``keep``."""
+def bring_back(scope: Scope, chosen: frozenset[str], aim: Aim, *, check_names: bool = True) -> TransitionReport:
+    """Reload every storage that is not to be away."""
     start(scope.device)
+    held = scope.hold()
     plan = scope.plan()
     if check_names:
         plan.check_names(scope.away())
-    back = [each for each in plan.storages.values() if each.entry and each.held_by(away) and not _is_in(each.storage, keep)]
-    measured = _Measured("reload", chosen, [each.storage.device for each in back])
+    back = [each for each in plan.storages.values() if each.entry is not None and not aim.is_to_go(each)]
+    measured = _Measured("reload", chosen, [each.storage.device for each in plan.storages.values()])
     entries = [each.entry for each in back if each.entry is not None]
     copied = sum(entry.nbytes for entry in entries if entry.slot is not None)
     transfer.allocate_then_copy(entries, verify=scope.verify)
-    _settle(scope, away)
+    _settle(scope, aim.away)
+    del held
     return measured.report(scope, plan, [each.nbytes for each in back], copied, plan.elsewhere)
+
+
+def reload_entries(entries: Sequence[Entry], device: torch.device, *, verify: bool) -> None:
+    """Reload these storages, whoever claims them."""
+    start(device)
+    transfer.allocate_then_copy([entry for entry in entries if entry.is_current()], verify=verify)
 
 
 def start(device: torch.device) -> None:
     """What every transition does first: refuse to run now, or tidy up after what was interrupted or died.
 
     Raises:
-        TransitionError: a stream is capturing, or a prepared offload waits for its commit.
+        TransitionError: a stream is capturing, a backward is running, a prepared offload waits for its commit, or this
+            thread is inside another transition.
     """
+    _refuse_on_top_of_another()
     pending = _pending() if _pending is not None else None
     if pending is not None and pending.is_pending():
         raise TransitionError("a prepared offload waits: call its commit() or abandon() before the next transition")
@@ -166,16 +212,53 @@ def start(device: torch.device) -> None:
     ledger.drain()
 
 
+def _refuse_on_top_of_another() -> None:
+    """See [Note: one at a time]."""
+    inside = 0
+    frame: FrameType | None = sys._getframe()
+    while frame is not None:
+        inside += frame.f_code in _TRANSITIONS
+        frame = frame.f_back
+    if inside > 1:
+        raise TransitionError(
+            "a transition is under way in this thread: a signal handler, a finalizer or a hook called another on top of it. "
+            "Nothing was moved; call it again later"
+        )
+
+
+_TRANSITIONS: frozenset[CodeType] = frozenset(
+    function.__code__
+    for function in (PreparedOffload.__init__, PreparedOffload.commit, PreparedOffload.abandon, bring_back, reload_entries)
+)
+
+
+def _checked_plan(scope: Scope, chosen: frozenset[str]) -> Plan:
+    for strategy in scope.alive():
+        strategy.check(chosen.intersection(strategy.components))
+    plan = scope.plan()
+    plan.check_names(scope.away())
+    plan.check_sizes(scope.known, chosen)
+    return plan
+
+
+def _set_barriers(scope: Scope, away: Away) -> None:
+    """Set the hooks on targets of which something is about to be away; they let everything pass until it is."""
+    for strategy in scope.alive():
+        state = state_of(strategy)
+        if away[id(strategy)] and not state.barriers:
+            check = functools.partial(_check_call, strategy.name, weakref.ref(state))
+            state.barriers.extend(strategy.barriers(check))
+
+
 def _settle(scope: Scope, away: Away) -> None:
-    """Remember what is away, and set or remove the hooks on the targets accordingly."""
+    """Remember what is away, and remove the hooks on targets of which nothing is."""
     for strategy in scope.alive():
         state = state_of(strategy)
         state.away = set(away[id(strategy)])
-        state.lost = {(component, name) for component, name in state.lost if component in state.away}
-        if state.away and not state.barriers:
-            state.barriers.extend(strategy.barriers(functools.partial(_check_call, strategy.name, weakref.ref(state))))
+        state.lost = {lost for lost in state.lost if lost[0] in state.away}
         while state.barriers and not state.away:
-            state.barriers.pop()()
+            with contextlib.suppress(Exception):  # a user's own, and the bytes are where they should be
+                state.barriers.pop()()
 
 
 def _check_call(name: str, reference: weakref.ref[TargetState], call: str) -> None:
@@ -187,15 +270,11 @@ def _check_call(name: str, reference: weakref.ref[TargetState], call: str) -> No
     raise OffloadedTensorError(f"{call} on {name!r}{what}. Call reload() on its Offloader first")
 
 
-def _held_back(planned: Planned, away: Away) -> LeftRow:
-    held = planned.held_by(away)
+def _kept(planned: Planned, aim: Aim) -> LeftRow:
+    components = listed(planned.kept_by(aim.away))
     return LeftRow(
-        planned.name, planned.nbytes, f"held back by {listed(held)}, resident, which claims it too; offload that as well"
+        planned.name, planned.nbytes, f"held back by {components}, resident, which claims it too; offload that as well"
     )
-
-
-def _is_in(storage: Storage, storages: Sequence[Storage]) -> bool:
-    return any(storage is each for each in storages)
 
 
 class _Measured:
@@ -204,11 +283,20 @@ class _Measured:
     def __init__(self, direction: str, chosen: frozenset[str], used: Sequence[torch.device]) -> None:
         self._direction, self._chosen, self._devices = direction, chosen, used
         self._started = time.perf_counter()
+        self._time_s = 0.0
         self._allocated = devices.allocated_nbytes(used)
         self._driver_free = devices.driver_free_nbytes(used)
 
+    def pause(self) -> None:
+        """Stop the clock; what the caller does between `prepare` and `commit` is theirs."""
+        self._time_s += time.perf_counter() - self._started
+
+    def resume(self) -> None:
+        """Start it again."""
+        self._started = time.perf_counter()
+
     def report(self, scope: Scope, plan: Plan, sizes: Sequence[int], copied: int, left: Sequence[LeftRow]) -> TransitionReport:
-        time_s = time.perf_counter() - self._started
+        self.pause()
         sign = 1 if self._direction == "offload" else -1
         allocated, reserved = devices.allocated_nbytes(self._devices), devices.reserved_nbytes(self._devices)
         measured = _difference(self._allocated, allocated, sign)
@@ -226,13 +314,14 @@ class _Measured:
             fragmented_nbytes=_difference(reserved, allocated, 1),
             unreached_nbytes=None if allocated is None else max(0, allocated - resident),
             exported_nbytes=None if measured is None else max(0, sum(sizes) - measured) if sign > 0 else 0,
-            time_s=time_s,
+            time_s=self._time_s,
             host_nbytes=sum(row.nbytes for row in mirrors),
             mirrors=mirrors,
             left=tuple(left),
         )
         scope.report = report
-        _log.info("%s", report.line())
+        with contextlib.suppress(Exception):  # a handler's own
+            _log.info("%s", report.line())
         return report
 
 

@@ -42,6 +42,10 @@ def strategy_for(target: object, **policy: Any) -> Strategy:
         UnsupportedTargetError: no strategy describes this target whole.
         TypeError: the strategy takes no such keyword.
     """
+    if target is None or isinstance(target, (list, tuple)):
+        raise UnsupportedTargetError(
+            f"strategy_for() takes one module or optimizer, not {target!r:.60}; an Offloader takes lists and None"
+        )
     (strategy,) = strategies_for([target], policy)
     return strategy
 

@@ -1,0 +1,600 @@
+"""What people do to a library: finalizers, handlers and hooks inside transitions, forks, twins in name, stale knowledge."""
+
+from __future__ import annotations
+
+import gc
+import io
+import logging
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+from torch_offload import (
+    Claim,
+    MirrorMismatchError,
+    OffloadedTensorError,
+    Offloader,
+    Residency,
+    Strategy,
+    TransitionError,
+    UnsupportedTargetError,
+    device,
+    ledger,
+    offloaded,
+    resident,
+    storage,
+    strategy_for,
+    testing,
+    transfer,
+)
+from torch_offload.storage import storage_of
+from torch_offload.testing import InjectedError, Portrait, Seam, failing
+
+ROOT = Path(__file__).parent.parent
+
+
+def is_away(tensor: torch.Tensor) -> bool:
+    return storage_of(tensor).nbytes() == 0
+
+
+# One transition on top of another --------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("how", ["a call", "a finalizer", "a generator"])
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
+def test_a_transition_inside_another_is_refused_and_nothing_is_lost(how: str) -> None:
+    model, other = nn.Linear(8, 8), nn.Linear(8, 8)
+    portraits = [Portrait.of(p) for each in (model, other) for p in each.parameters()]
+    off, refused = Offloader(model, device="cpu"), []
+
+    def intrude() -> None:
+        try:
+            off.close()
+        except TransitionError as error:
+            refused.append(str(error))
+
+    class Dying:
+        def __del__(self) -> None:
+            intrude()
+
+    def suspended():
+        with offloaded(other, device="cpu"):
+            try:
+                yield
+            finally:
+                intrude()
+
+    generator = suspended()
+    next(generator)
+    held = {"a call": intrude, "a finalizer": Dying(), "a generator": generator}
+    del generator
+
+    def in_the_middle(index: int, _destination: torch.Tensor) -> None:
+        if index == 0:
+            thing = held.pop(how)
+            if how == "a call":
+                thing()
+            del thing
+            gc.collect()
+
+    with testing.link(corrupt=in_the_middle):
+        off.offload()
+    assert len(refused) == 1
+    assert "on top of it" in refused[0]
+    assert is_away(model.weight)
+    held.clear()
+    gc.collect()
+    Offloader(model, other, device="cpu").reload()
+    for portrait in portraits:
+        portrait.check()
+
+
+@pytest.mark.parametrize("number", [signal.SIGUSR1, signal.SIGTERM, signal.SIGINT])
+def test_a_handler_that_reloads_runs_when_the_transition_is_over(number: int) -> None:
+    model = nn.Linear(8, 8)
+    portraits = [Portrait.of(p) for p in model.parameters()]
+    off, seen = Offloader(model, device="cpu"), []
+
+    def handler(*_: object) -> None:
+        seen.append(off.reload().nbytes)
+
+    previous = signal.signal(number, handler)
+    try:
+        with testing.link(corrupt=lambda index, _: signal.raise_signal(number) if index == 0 else None):
+            off.offload()
+        assert seen == [(64 + 8) * 4]
+        assert signal.getsignal(number) is handler
+    finally:
+        signal.signal(number, previous)
+    for portrait in portraits:
+        portrait.check()
+
+
+@pytest.mark.parametrize("kind", ["hook", "post accumulate", "module hook"])
+def test_a_transition_inside_a_backward_is_refused(device: str, kind: str) -> None:
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)).to(device)
+    model(torch.ones(1, 4, device=device)).sum().backward()
+    off = Offloader(model, device=device)
+
+    def intrude(*_: object) -> None:
+        off.offload()
+
+    if kind == "hook":
+        model[1].weight.register_hook(intrude)
+    elif kind == "post accumulate":
+        model[1].weight.register_post_accumulate_grad_hook(intrude)
+    else:
+        model[1].register_full_backward_hook(intrude)
+    with pytest.raises(TransitionError, match="backward"):
+        model(torch.ones(1, 4, device=device, requires_grad=True)).sum().backward()
+    assert not is_away(model[0].weight)
+
+
+# Committing ------------------------------------------------------------------------------------------------------------
+
+
+def test_a_commit_does_not_fail_for_what_users_bring(device: str) -> None:
+    class Unwilling(Strategy):
+        components = ("params",)
+
+        def claims(self):
+            yield Claim(tensor=self.target.weight, name="weight", component="params")
+
+        def barriers(self, check):  # noqa: ARG002
+            def remove() -> None:
+                raise KeyError("cannot")
+
+            return [remove]
+
+    class Broken(logging.Handler):
+        def emit(self, _record: logging.LogRecord) -> None:
+            raise KeyError("disk full")
+
+    handler, logger = Broken(), logging.getLogger("torch_offload")
+    model = nn.Linear(3, 3, device=device)
+    off = Offloader(Unwilling(model), device=device)
+    logger.addHandler(handler)
+    logger.setLevel(logging.INFO)
+    try:
+        assert off.offload().nbytes == 36
+        assert off.reload().nbytes == 36
+    finally:
+        logger.removeHandler(handler)
+        logger.setLevel(logging.NOTSET)
+
+
+def test_barriers_that_cannot_be_set_fail_the_offload_before_anything_is_freed(device: str) -> None:
+    class Unwilling(Strategy):
+        components = ("params",)
+
+        def claims(self):
+            yield Claim(tensor=self.target.weight, name="weight", component="params")
+
+        def barriers(self, check):
+            raise KeyError("cannot")
+
+    model = nn.Linear(3, 3, device=device)
+    with pytest.raises(KeyError):
+        Offloader(Unwilling(model), device=device).offload()
+    assert not is_away(model.weight)
+    assert type(model.weight) is nn.Parameter
+
+
+def test_a_token_that_is_kept_holds_nothing(device: str) -> None:
+    model = nn.Linear(3, 3, device=device)
+    off = Offloader(model, device=device)
+    token = off.prepare()
+    token.commit()
+    del model
+    gc.collect()
+    assert off.host_nbytes == 0
+    assert not list(ledger.entries())
+    with pytest.raises(TransitionError, match="before"):
+        token.abandon()
+
+
+def run(code: str) -> list[str]:
+    done = subprocess.run([sys.executable, "-W", "ignore", "-c", code], cwd=ROOT, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    return done.stdout.split("\n")
+
+
+def test_a_forked_child_cannot_commit_what_its_parent_prepared() -> None:
+    lines = run("""
+import os, torch, torch_offload
+torch.set_num_threads(1)
+model = torch.nn.Linear(3, 3)
+token = torch_offload.Offloader(model, device="cpu").prepare()
+if os.fork() == 0:
+    try:
+        token.commit()
+    except torch_offload.TransitionError:
+        print("refused", model.weight.__class__.__base__.__name__, flush=True)
+    os._exit(0)
+os.wait()
+token.commit()
+print("committed")
+torch_offload.reload(model.weight)
+""")
+    assert lines[:2] == ["refused Parameter", "committed"]
+
+
+@pytest.mark.parametrize("flags", [[], ["-X", "dev"]])
+def test_the_interpreter_exits_cleanly_while_offloaded(flags: list[str]) -> None:
+    code = """
+import torch, torch_offload, threading, time, atexit
+torch.set_num_threads(1)
+model = torch.nn.Linear(3, 3)
+wanted = model.weight.tolist()
+context = torch_offload.offloaded(model, device="cpu")
+context.__enter__()
+threading.Thread(target=time.sleep, args=(60,), daemon=True).start()
+atexit.register(lambda: print(model.weight.tolist() == wanted))
+"""
+    command = [sys.executable, *flags, "-W", "ignore", "-c", code]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stdout, done.stderr) == (0, "True\n", "")
+
+
+# Waiting ---------------------------------------------------------------------------------------------------------------
+
+
+def test_a_failed_offload_waits_for_the_copies_that_are_under_way(monkeypatch: pytest.MonkeyPatch) -> None:
+    log: list[str] = []
+    synchronize, copy = device.synchronize, transfer.copy
+    monkeypatch.setattr(device, "synchronize", lambda devices: (log.append("wait"), synchronize(devices)))
+    model = nn.Linear(3, 3)
+    off = Offloader(model, device="cpu")
+    with failing(Seam.COPY, 2), pytest.raises(InjectedError):
+        monkeypatch.setattr(transfer, "copy", _logged(log, transfer.copy))
+        off.offload()
+    assert log == ["wait", "copy", "copy", "wait"]
+    monkeypatch.setattr(transfer, "copy", _logged(log, copy))
+    off.offload()
+    log.clear()
+    with failing(Seam.COPY, 2), pytest.raises(InjectedError):
+        off.reload()
+    assert log[-1] == "wait"
+    off.reload()
+
+
+def _logged(log: list[str], call):
+    def logged(*args: object) -> None:
+        log.append("copy")
+        call(*args)
+
+    return logged
+
+
+def test_the_order_of_a_transition(monkeypatch: pytest.MonkeyPatch) -> None:
+    log: list[str] = []
+
+    def watch(owner: object, name: str) -> None:
+        original = getattr(owner, name)
+        monkeypatch.setattr(owner, name, lambda *args, **keywords: (log.append(name), original(*args, **keywords))[1])
+
+    for owner, name in (
+        (device, "synchronize"), (transfer.checksum, "checksums"), (transfer, "copy"), (storage, "give_up"), (device, "empty_cache"),
+        (storage, "stage"), (storage, "publish"),
+    ):  # fmt: skip
+        watch(owner, name)
+    off = Offloader(model := nn.Linear(3, 3, bias=False), device="cpu")
+    off.offload()
+    assert log == ["synchronize", "checksums", "copy", "synchronize", "give_up", "empty_cache"]
+    log.clear()
+    off.reload()
+    assert log == ["stage", "copy", "synchronize", "checksums", "publish"]
+    assert model.weight.shape == (3, 3)
+
+
+def test_refused_while_a_stream_captures_and_pinned_memory_waits_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = nn.Linear(3, 3)
+    off = Offloader(model, device="cpu")
+    with testing.pretended_pinning() as registered:
+        off.offload()
+        off.reload()
+        held = len(registered)
+        off._scope.states()[0].mirrors.clear()
+        monkeypatch.setattr(device, "is_capturing", lambda _: True)
+        assert off.host_nbytes == 0
+        assert len(registered) == held  # unregistering would break the capture
+        for call in (off.offload, off.reload, off.prepare):
+            with pytest.raises(TransitionError, match="capturing"):
+                call()
+        monkeypatch.undo()
+    assert registered == []
+
+
+# Names and targets -----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("listed", [False, True])
+def test_one_optimizer_over_two_targets_with_equal_names(device: str, listed: bool) -> None:
+    actor, critic = nn.Linear(3, 3, device=device), nn.Linear(3, 3, device=device)
+    optimizer = torch.optim.AdamW([*actor.parameters(), *critic.parameters()])
+    (actor(torch.ones(1, 3, device=device)) + critic(torch.ones(1, 3, device=device))).sum().backward()
+    optimizer.step()
+    targets = ([actor, critic], optimizer) if listed else (actor, critic, optimizer)
+    portraits = [Portrait.of(value) for state in optimizer.state.values() for value in state.values()]
+    off = Offloader(*targets, device=device)
+    for _ in range(2):
+        off.offload()
+        off.reload()
+    with offloaded(*targets, device=device):
+        actor.weight = nn.Parameter(torch.zeros(3, 3, device=device))
+        with pytest.raises(MirrorMismatchError):
+            off.reload()
+        off.close()
+    for portrait in portraits:
+        portrait.check()
+
+
+def test_a_target_in_host_memory_is_left_and_says_so() -> None:
+    model = nn.Linear(3, 3)
+    off = Offloader(model, device="cuda")
+    report = off.offload()
+    assert [row.reason for row in report.left] == ["already in host memory"] * 2
+    assert off.residency == {"params": Residency.LEFT, "grads": Residency.OFFLOADED, "buffers": Residency.OFFLOADED}
+    assert not is_away(model.weight)
+    off.reload()
+
+
+def test_host_tensors_of_an_optimizer_are_not_worth_a_word() -> None:
+    model = nn.Linear(3, 3)
+    optimizer = torch.optim.AdamW(model.parameters())
+    model(torch.ones(1, 3)).sum().backward()
+    optimizer.step()
+    steps = [state["step"] for state in optimizer.state.values()]
+    off = Offloader(optimizer, device="cuda")
+    assert off.offload().left == ()
+    assert [state["step"] for state in optimizer.state.values()] == steps
+    assert all(type(step) is torch.Tensor and step == 1 for step in steps)
+    off.reload()
+
+
+def test_strategy_for_takes_one_target() -> None:
+    for target in (None, [nn.Linear(1, 1)]):
+        with pytest.raises(UnsupportedTargetError, match="one module or optimizer"):
+            strategy_for(target)
+
+
+def test_what_is_no_claim_is_named(device: str) -> None:
+    class Wrong(Strategy):
+        components = ("params",)
+
+        def claims(self):
+            return [self.target.weight]
+
+    model = nn.Linear(3, 3, device=device)
+    with pytest.raises(UnsupportedTargetError, match=r"Wrong\.claims\(\) gave a Parameter"):
+        Offloader(Wrong(model), device=device).offload()
+
+
+# Contexts --------------------------------------------------------------------------------------------------------------
+
+
+def test_overlapping_contexts_put_back_each_storage(device: str) -> None:
+    model = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3)).to(device)
+    with offloaded(model, device=device), resident(model[0], device=device):
+        with resident(model, device=device):
+            assert not is_away(model[1].weight)
+        assert not is_away(model[0].weight)
+        assert is_away(model[1].weight)
+    assert not is_away(model[1].weight)
+
+
+def test_an_exit_is_not_a_new_request(device: str) -> None:
+    """Gradients made in the body of `resident` are no reason to refuse the exit."""
+    model = nn.Linear(3, 3, device=device)
+    with offloaded(model, device=device, grads="refuse"), resident(model, device=device, grads="refuse"):
+        model(torch.ones(1, 3, device=device)).sum().backward()
+    assert model.weight.grad is not None
+
+
+def test_a_failed_entry_leaves_the_last_report(device: str) -> None:
+    model = nn.Linear(3, 3, device=device)
+    off = Offloader(model, device=device)
+    report = off.offload()
+    off.reload()
+    last = off.report
+    with failing(Seam.CHECKSUM), pytest.raises(InjectedError):
+        off.offloaded().__enter__()
+    assert off.report is last
+    assert report.direction == "offload"
+
+
+def test_contexts_that_are_dropped_or_left_twice(device: str) -> None:
+    model = nn.Linear(3, 3, device=device)
+    context = offloaded(model, device=device)
+    context.__enter__()
+    del context
+    gc.collect()
+    Offloader(model, device=device).reload()
+    with offloaded(model, device=device) as off:
+        pass
+    context = off.offloaded()
+    with pytest.raises(TransitionError, match="more often"):
+        context.__exit__(None, None, None)
+    with pytest.raises(TypeError, match="decorates functions"):
+        context(3)
+
+
+# What the checker remembers --------------------------------------------------------------------------------------------
+
+
+def test_a_remembered_alias_that_was_re_pointed_is_looked_for_again() -> None:
+    weight = nn.Parameter(torch.ones(3))
+    holder, alias = nn.ParameterList([weight]), weight.detach()
+    with offloaded(holder, device="cpu") as off:
+        assert off.report.left == ()
+    alias.data = torch.zeros(3)
+    held = nn.functional.linear(torch.ones(2, 3, requires_grad=True), weight.data[None])
+    with offloaded(holder, device="cpu") as off:
+        assert [row.name for row in off.report.left] == ["ParameterList.0"]
+        assert type(alias) is torch.Tensor
+    held.sum().backward()
+
+
+def test_a_gradient_buffer_that_a_module_outside_shares_is_left(device: str) -> None:
+    inside, outside = nn.Linear(2, 2, bias=False, device=device), nn.Linear(2, 2, bias=False, device=device)
+    flat = torch.zeros(8, device=device)
+    inside.weight.grad, outside.weight.grad = flat[:4].view(2, 2), flat[4:].view(2, 2)
+    del flat
+    with offloaded(inside, device=device) as off:
+        (row,) = off.report.left
+        assert row.name == "Linear.weight.grad"
+        assert "the gradient of a Parameter" in row.reason
+        outside(torch.ones(1, 2, device=device)).sum().backward()
+    assert outside.weight.grad.sum() != 0
+
+
+def test_a_frozen_parameter_that_is_trained_again_while_its_gradient_is_away(device: str) -> None:
+    model = nn.Linear(2, 2, device=device)
+    model(torch.ones(1, 2, device=device)).sum().backward()
+    model.requires_grad_(False)
+    off = Offloader(model, device=device)
+    off.offload("grads")
+    assert not model.weight.requires_grad
+    model.requires_grad_(True)
+    with pytest.raises(OffloadedTensorError, match=r"Linear\.\w+\.grad"):
+        model(torch.ones(1, 2, device=device)).sum().backward()
+    off.reload()
+    assert model.weight._backward_hooks is None
+
+
+def test_a_gradient_that_was_replaced_leaves_no_hook(device: str) -> None:
+    model = nn.Linear(2, 2, bias=False, device=device)
+    model(torch.ones(1, 2, device=device)).sum().backward()
+    off = Offloader(model, device=device)
+    off.offload("grads")
+    kept, model.weight.grad = model.weight.grad, None
+    off.reload()
+    assert model.weight._backward_hooks is None
+    with pytest.raises(OffloadedTensorError, match=r"Linear\.weight\.grad"):
+        kept.sum()
+    testing.storage.storage_of(kept)
+    from torch_offload import reload  # noqa: PLC0415
+
+    reload(kept)
+    assert kept.eq(1).all()
+
+
+# Mirrors ---------------------------------------------------------------------------------------------------------------
+
+
+def test_overlapping_targets_hold_one_mirror(device: str) -> None:
+    model = nn.Sequential(nn.Linear(512, 512, bias=False), nn.Linear(512, 512, bias=False)).to(device)
+    wanted = 2 * 512 * 512 * 4
+    offs = [Offloader(model[0], device=device), Offloader(model, device=device), Offloader(model[1], device=device)]
+    for off in (*offs, *offs):
+        off.offload()
+        off.reload()
+        assert sum(each.host_nbytes for each in offs) <= wanted + 4 * 4096
+
+
+def test_what_gradients_left_is_given_up_when_they_stay_away_from_an_offload(device: str) -> None:
+    model = nn.Linear(512, 512, bias=False, device=device)
+    model(torch.ones(1, 512, device=device)).sum().backward()
+    off = Offloader(model, device=device)
+    off.offload()
+    off.reload()
+    model.zero_grad()
+    off.offload("params")
+    off.reload()
+    assert off.host_nbytes == 2 * 512 * 512 * 4  # they may come again
+    off.offload()
+    assert off.host_nbytes == 512 * 512 * 4
+    off.reload()
+
+
+def test_a_refused_write_keeps_the_checksum(device: str) -> None:
+    model = nn.Linear(3, 3, device=device)
+    off = Offloader(model, device=device)
+    off.offload()
+    sums = {entry.name: entry.checksum for entry in ledger.entries()}
+    with torch.no_grad(), pytest.raises(RuntimeError, match="size"):
+        model.weight.copy_(torch.ones(5, 7))
+    assert {entry.name: entry.checksum for entry in ledger.entries()} == sums
+    off.reload()
+
+
+def test_what_is_saved_stays_as_it_was_after_the_mirror_was_written(device: str) -> None:
+    model = nn.Linear(3, 3, device=device)
+    off = Offloader(model, device=device)
+    off.offload()
+    (entry,) = [entry for entry in ledger.entries() if entry.name == "Linear.weight"]
+    kept = entry.host_storage()
+    with torch.no_grad():
+        model.weight.copy_(torch.ones(3, 3))
+    written = bytes(kept)
+    del entry
+    off.reload()
+    with torch.no_grad():
+        model.weight.fill_(5)
+    off.offload()
+    assert bytes(kept) == written
+    off.reload()
+
+
+def test_version_counters_that_views_share(device: str) -> None:
+    flat = torch.zeros(6, device=device)
+    model = nn.Module()
+    model.register_buffer("first", flat[:3])
+    model.register_buffer("second", flat[3:])
+    del flat
+    version = model.second._version
+    off = Offloader(model, device=device)
+    off.offload()
+    model.first = None
+    off.reload()
+    assert model.second._version == version
+
+
+def test_tokens_of_a_spawned_process(tmp_path: Path) -> None:
+    script = tmp_path / "spawn.py"
+    script.write_text("""
+import torch
+import torch.multiprocessing as multiprocessing
+import torch_offload
+
+def child(state):
+    print({name: tensor.sum().item() for name, tensor in state.items()} == {"weight": 9.0, "bias": 3.0}, flush=True)
+
+if __name__ == "__main__":
+    torch.set_num_threads(1)
+    model = torch.nn.Linear(3, 3)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.fill_(1)
+    with torch_offload.offloaded(model, device="cpu"):
+        process = multiprocessing.get_context("spawn").Process(target=child, args=(model.state_dict(),))
+        process.start()
+        process.join()
+    print(process.exitcode, model.weight.sum().item())
+""")
+    environment = os.environ | {"PYTHONPATH": str(ROOT)}
+    done = subprocess.run([sys.executable, str(script)], env=environment, capture_output=True, text=True, check=False)
+    assert done.stdout.split("\n")[:2] == ["True", "0 9.0"], done.stderr
+
+
+def test_aliases_made_while_offloaded_are_no_parameters(device: str) -> None:
+    model, other, holder = nn.Linear(3, 3, device=device), nn.Linear(3, 3, device=device), nn.Module()
+    with offloaded(model, device=device):
+        holder.cache = model.weight.detach()
+        assert not isinstance(model.weight.data, nn.Parameter)
+        other.load_state_dict(model.state_dict(), assign=True)
+        with pytest.raises(OffloadedTensorError, match=r"Linear\.weight"):
+            nn.Parameter(model.weight)
+        with pytest.raises(OffloadedTensorError, match=r"Linear\.weight"):
+            model.weight.detach().requires_grad = True
+    assert list(holder.state_dict()) == []
+    assert type(other.weight) is nn.Parameter
+    assert torch.equal(other.weight, model.weight)
+    file = io.BytesIO()
+    torch.save(other.state_dict(), file)
