@@ -38,13 +38,17 @@ class Context(Generic[_Given]):
         self._frames: list[_Frame] = []
 
     def __enter__(self) -> _Given:
-        while True:
-            with Deferred() as signals, ledger.LOCK:
+        is_open = False
+        try:
+            with Deferred(), ledger.LOCK:
                 self._open()
-                if signals.noted:
+                is_open = True
+        except BaseException:
+            if is_open:  # a signal that waited was raised when all was done, and the body is not going to run
+                with Deferred(), ledger.LOCK:
                     self._close()
-            if not signals.noted:
-                return self._given
+            raise
+        return self._given
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None) -> None:
         with Deferred(), ledger.LOCK:
