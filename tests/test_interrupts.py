@@ -139,7 +139,7 @@ def _endless_host_memory(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture(autouse=True)
 def _fresh_lock() -> Iterator[None]:
-    """A cut between the last line of a `with` block and its exit, where no signal arrives in real life, leaves the lock held."""
+    """A cut between a `with` block's last line and its exit, where no signal arrives in real life, leaves the lock held."""
     yield
     ledger.LOCK = threading.RLock()
 
