@@ -126,7 +126,7 @@ for _ in range(2):  # close() builds anew
 """)
     for mirrors, freed, left in zip(*[iter(rebuilt)] * 3, strict=True):
         assert NBYTES <= mirrors <= 1.01 * NBYTES
-        assert abs(freed - mirrors) <= 0.02 * mirrors
+        assert abs(freed - mirrors) <= 0.05 * mirrors
         assert left == 0
 
 
@@ -143,7 +143,7 @@ off.close()
 print(mirrors, rss() - before, int(intact(model)))
 """)
     assert intact
-    assert abs(grown) <= 0.02 * mirrors
+    assert abs(grown) <= 0.05 * mirrors
 
 
 def test_memory_of_a_model_deleted_while_offloaded_is_given_back_by_the_next_call() -> None:
@@ -159,7 +159,7 @@ with offloaded(small, device="cpu"):
     pass
 print(mirrors, rss() - before)
 """)
-    assert abs(grown) <= 0.02 * mirrors
+    assert abs(grown) <= 0.05 * mirrors
 
 
 @pytest.mark.parametrize("how", ["off.offload(); off.reload()", "with offloaded(model, device='cpu'): pass"])
