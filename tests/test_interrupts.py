@@ -45,6 +45,7 @@ def interrupted(at: int, call: Callable[[], None], strike: Callable[[], None]) -
                 strike()
         return trace
 
+    sys._getframe().f_trace_opcodes = True  # Python 3.12 gives no opcode events unless some frame asked before
     sys.settrace(trace)
     try:
         call()

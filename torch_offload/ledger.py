@@ -8,15 +8,13 @@ finishes it. An entry is there from before its tensors are guarded until after t
 The *targets* map a module or optimizer to its `TargetState`: the components that are away, the mirror, the open contexts.
 
 [Note: nothing is held]
-Neither table keeps a tensor, a storage or a target alive. When an offloaded storage dies, a callback notes it (it may run in
-any thread, even inside a locked region of its own) and the next call gives its slot back to the mirror.
+Neither table keeps a tensor, a storage or a target alive. When an offloaded storage dies, the next call notices and gives its
+slot back to the mirror.
 """
 
 from __future__ import annotations
 
-import collections
 import enum
-import functools
 import os
 import threading
 import weakref
@@ -29,7 +27,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 from . import host_memory
 from .errors import TransitionError
 from .mirror import PinnedMirror, Slot
-from .storage import Storage
+from .storage import Storage, WeakStorage
 
 Key = tuple[int, str]  # what a claim is called within its target: (id of the tensor it belongs to, or 0; name)
 LOCK = threading.RLock()  # transitions and reads from mirrors exclude each other
@@ -63,7 +61,7 @@ class Entry:
     def __init__(self, storage: Storage, name: str, mirror: PinnedMirror) -> None:
         self.stage = Stage.PREPARED
         self.cdata = storage._cdata
-        self.storage = weakref.ref(storage, functools.partial(_died, self.cdata))
+        self.storage = WeakStorage(storage)
         self.nbytes = storage.nbytes()
         self.name = name
         self.mirror = weakref.ref(mirror)
@@ -74,7 +72,7 @@ class Entry:
         self.barriers: list[weakref.ref[Any]] = []
         self.claims: list[tuple[weakref.ref[TargetState], str, Key]] = []
         self.pid = os.getpid()
-        self._exports: list[weakref.ref[Storage]] = []
+        self._exports: list[WeakStorage] = []
         self._export: Storage | None = None
 
     @property
@@ -116,7 +114,7 @@ class Entry:
             return torch.zeros(self.nbytes, dtype=torch.uint8, device="cpu").untyped_storage()
         if self._export is None:
             self._export = self.slot.bytes().untyped_storage()
-            self._exports.append(weakref.ref(self._export))
+            self._exports.append(WeakStorage(self._export))
             weakref.finalize(self._export, _keep, self.slot).atexit = False  # the slot's place is taken until then
         return self._export
 
@@ -176,15 +174,10 @@ class TargetState:
 
 _entries: dict[int, Entry] = {}
 _targets: MutableMapping[Any, TargetState] = WeakIdKeyDictionary()
-_dead: collections.deque[int] = collections.deque()
 
 
 def _keep(_slot: Slot) -> None:
     """A finalizer whose argument lives as long as what it is set on."""
-
-
-def _died(cdata: int, _reference: object) -> None:
-    _dead.append(cdata)
 
 
 def entry_of(storage: Storage) -> Entry | None:
@@ -235,9 +228,8 @@ os.register_at_fork(after_in_child=_disown)
 
 def drain() -> None:
     """Give back what died since the last call: the slots of dead storages, and retired pinned pages."""
-    while _dead:
-        entry = _entries.get(_dead.popleft())
-        if entry is not None and entry.storage() is None:
+    for entry in list(_entries.values()):
+        if entry.storage() is None:
             for state, component, key in entry.claims if entry.offloaded else ():
                 owner = state()
                 if owner is not None:

@@ -17,6 +17,7 @@ import torch
 
 from . import host_memory
 from .host_memory import HostBlock
+from .storage import WeakStorage
 
 _ALIGNMENT = 64
 _BLOCK = 64 * 2**20  # small slots share blocks of about this size
@@ -39,7 +40,7 @@ class Slot:
         self.offset = offset
         self.nbytes = nbytes
         self.name = self.component = ""
-        self.origin: weakref.ref[torch.UntypedStorage] | None = None
+        self.origin: WeakStorage | None = None
         self.checksum: int | None = None
 
     def bytes(self) -> torch.Tensor:

@@ -21,6 +21,7 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
+from torch.multiprocessing.reductions import StorageWeakRef
 
 from .errors import SharedStorageError, gib, listed
 
@@ -33,6 +34,26 @@ def plainly(function: Callable[..., Any], *args: Any, **keywords: Any) -> Any:
     In one step: a `with` block that is interrupted between its last line and its exit would leave the mechanism off for good.
     """
     return torch._C._disabled_torch_function_impl(function, (), args, keywords)
+
+
+class WeakStorage:
+    """A weak reference to a storage; calling it gives the storage, or None once that is dead.
+
+    A `weakref.ref` will not do: until torch 2.12 the collector cleared those to a wrapper object that only garbage referred
+    to, although C++ kept the storage, and the wrapper came back without them (seen with 2.11). While this exists, no other
+    storage gets its address.
+    """
+
+    __slots__ = ("_reference",)
+
+    def __init__(self, storage: Storage) -> None:
+        self._reference = StorageWeakRef(storage)  # type: ignore[no-untyped-call]
+
+    def __call__(self) -> Storage | None:
+        if self._reference.expired():  # type: ignore[no-untyped-call]
+            return None
+        found: Storage | None = torch.UntypedStorage._new_with_weak_ptr(self._reference.cdata)
+        return found
 
 
 # The verbs -------------------------------------------------------------------------------------------------------------
@@ -219,7 +240,7 @@ class _Case:
         for key in [key for key, past in _seen.items() if past.storage() is None]:
             del _seen[key]
         found = tuple(weakref.ref(tensor) for tensor in self.visible.values())
-        _seen[self.storage._cdata] = _Seen(weakref.ref(self.storage), self.initial, found, dict(self.owners))
+        _seen[self.storage._cdata] = _Seen(WeakStorage(self.storage), self.initial, found, dict(self.owners))
 
     def verdict(self) -> Verdict:
         if self.fixed is not None:
@@ -247,7 +268,7 @@ class _Case:
 class _Seen:
     """What a look at the heap found for a storage, held weakly."""
 
-    storage: weakref.ref[Storage]
+    storage: WeakStorage
     unexplained: int | None
     visible: tuple[weakref.ref[torch.Tensor], ...]
     owners: dict[int, str]
