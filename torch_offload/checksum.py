@@ -3,10 +3,9 @@
 Each row of 4 KiB is multiplied, as signed bytes, with eight columns of fixed random weights; the eight exact sums are mixed
 with the row's position and added up. No weight is 0, so a changed bit always changes the number; a zeroed, stale, negated,
 permuted or swapped row changes it but for a chance far below that of a broken machine. It finds faulty hardware and faulty
-code and is no defence against somebody who forges data. As an 8-bit matrix product it reads memory once, at 2.5 TB/s on an
-H200 (a plain sum over 64-bit words: 1.8), and its temporaries are a 128th of what it reads. The mixing function is
-splitmix64's (Steele, Lea and Flood, "Fast splittable pseudorandom number generators", OOPSLA 2014, in the variant of
-Sebastiano Vigna).
+code and is no defence against somebody who forges data. As an 8-bit matrix product it reads memory once and its temporaries
+are a small part of what it reads: the device may be nearly full. The mixing function is splitmix64's (Steele, Lea and Flood,
+"Fast splittable pseudorandom number generators", OOPSLA 2014, in the variant of Sebastiano Vigna).
 """
 
 from __future__ import annotations

@@ -39,9 +39,8 @@ def plainly(function: Callable[..., Any], *args: Any, **keywords: Any) -> Any:
 class WeakStorage:
     """A weak reference to a storage; calling it gives the storage, or None once that is dead.
 
-    A `weakref.ref` will not do: until torch 2.12 the collector cleared those to a wrapper object that only garbage referred
-    to, although C++ kept the storage, and the wrapper came back without them (seen with 2.11). While this exists, no other
-    storage gets its address.
+    A `weakref.ref` refers to the wrapper object, not to what C++ keeps: with torch 2.11 on a GPU, references to storages that
+    were alive were seen dead after a failed reload. While this exists, no other storage gets its address.
     """
 
     __slots__ = ("_reference",)
