@@ -17,7 +17,6 @@ from typing import Generic, TypeVar
 from . import ledger
 from .errors import TransitionError
 from .interrupts import Deferred
-from .storage import WeakStorage
 from .transition import Aim, PreparedOffload, Scope, bring_back
 
 _Given = TypeVar("_Given")
@@ -102,7 +101,7 @@ class _Frame:
         self._scope = scope
         self._thread = threading.get_ident()
         self._states = scope.states()
-        storages = {key: (WeakStorage(each.storage), each.entry is not None) for key, each in scope.plan().storages.items()}
+        storages = {key: (weakref.ref(each.storage), each.entry is not None) for key, each in scope.plan().storages.items()}
         self._aim = Aim(scope.away(), storages)
 
     def push(self) -> None:

@@ -8,13 +8,15 @@ finishes it. An entry is there from before its tensors are guarded until after t
 The *targets* map a module or optimizer to its `TargetState`: the components that are away, the mirror, the open contexts.
 
 [Note: nothing is held]
-Neither table keeps a tensor, a storage or a target alive. When an offloaded storage dies, the next call notices and gives its
-slot back to the mirror.
+Neither table keeps a tensor, a storage or a target alive. When an offloaded storage dies, the next call gives its slot back to
+the mirror; if the target is gone too, nobody can use the slot again, and a callback gives it up at once. It may run in any
+thread, inside a locked region or a loop over the table, so it does no more than that.
 """
 
 from __future__ import annotations
 
 import enum
+import functools
 import os
 import threading
 import weakref
@@ -27,7 +29,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 from . import host_memory
 from .errors import TransitionError
 from .mirror import PinnedMirror, Slot
-from .storage import Storage, WeakStorage
+from .storage import Storage
 
 Key = tuple[int, str]  # what a claim is called within its target: (id of the tensor it belongs to, or 0; name)
 LOCK = threading.RLock()  # transitions and reads from mirrors exclude each other
@@ -61,7 +63,7 @@ class Entry:
     def __init__(self, storage: Storage, name: str, mirror: PinnedMirror) -> None:
         self.stage = Stage.PREPARED
         self.cdata = storage._cdata
-        self.storage = WeakStorage(storage)
+        self.storage = weakref.ref(storage, functools.partial(_died, self.cdata))
         self.nbytes = storage.nbytes()
         self.name = name
         self.mirror = weakref.ref(mirror)
@@ -72,7 +74,7 @@ class Entry:
         self.barriers: list[weakref.ref[Any]] = []
         self.claims: list[tuple[weakref.ref[TargetState], str, Key]] = []
         self.pid = os.getpid()
-        self._exports: list[WeakStorage] = []
+        self._exports: list[weakref.ref[Storage]] = []
         self._export: Storage | None = None
 
     @property
@@ -114,7 +116,7 @@ class Entry:
             return torch.zeros(self.nbytes, dtype=torch.uint8, device="cpu").untyped_storage()
         if self._export is None:
             self._export = self.slot.bytes().untyped_storage()
-            self._exports.append(WeakStorage(self._export))
+            self._exports.append(weakref.ref(self._export))
             weakref.finalize(self._export, _keep, self.slot).atexit = False  # the slot's place is taken until then
         return self._export
 
@@ -178,6 +180,15 @@ _targets: MutableMapping[Any, TargetState] = WeakIdKeyDictionary()
 
 def _keep(_slot: Slot) -> None:
     """A finalizer whose argument lives as long as what it is set on."""
+
+
+def _died(cdata: int, reference: object) -> None:
+    """See [Note: nothing is held]."""
+    entry = _entries.get(cdata)
+    if entry is None or entry.storage is not reference:
+        return
+    if entry.mirror() is None and all(state() is None for state, _, _ in entry.claims):
+        _entries.pop(cdata, None)
 
 
 def entry_of(storage: Storage) -> Entry | None:

@@ -17,7 +17,6 @@ import torch
 
 from . import host_memory
 from .host_memory import HostBlock
-from .storage import WeakStorage
 
 _ALIGNMENT = 64
 _BLOCK = 64 * 2**20  # small slots share blocks of about this size
@@ -40,7 +39,7 @@ class Slot:
         self.offset = offset
         self.nbytes = nbytes
         self.name = self.component = ""
-        self.origin: WeakStorage | None = None
+        self.origin: weakref.ref[torch.UntypedStorage] | None = None
         self.checksum: int | None = None
 
     def bytes(self) -> torch.Tensor:

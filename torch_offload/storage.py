@@ -21,7 +21,6 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
-from torch.multiprocessing.reductions import StorageWeakRef
 
 from .errors import SharedStorageError, gib, listed
 
@@ -34,25 +33,6 @@ def plainly(function: Callable[..., Any], *args: Any, **keywords: Any) -> Any:
     In one step: a `with` block that is interrupted between its last line and its exit would leave the mechanism off for good.
     """
     return torch._C._disabled_torch_function_impl(function, (), args, keywords)
-
-
-class WeakStorage:
-    """A weak reference to a storage; calling it gives the storage, or None once that is dead.
-
-    A `weakref.ref` refers to the wrapper object, not to what C++ keeps: with torch 2.11 on a GPU, references to storages that
-    were alive were seen dead after a failed reload. While this exists, no other storage gets its address.
-    """
-
-    __slots__ = ("_reference",)
-
-    def __init__(self, storage: Storage) -> None:
-        self._reference = StorageWeakRef(storage)  # type: ignore[no-untyped-call]
-
-    def __call__(self) -> Storage | None:
-        if self._reference.expired():  # type: ignore[no-untyped-call]
-            return None
-        found: Storage | None = torch.UntypedStorage._new_with_weak_ptr(self._reference.cdata)
-        return found
 
 
 # The verbs -------------------------------------------------------------------------------------------------------------

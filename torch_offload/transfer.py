@@ -105,12 +105,7 @@ class Prepared:
         for move, entry, slot in pairs:
             if move.read_only and slot.is_of(move.storage) and slot.checksum == entry.checksum:
                 continue
-            slot.checksum, slot.origin, slot.name, slot.component = (
-                None,
-                storage.WeakStorage(move.storage),
-                move.name,
-                move.component,
-            )
+            slot.checksum, slot.origin, slot.name, slot.component = None, weakref.ref(move.storage), move.name, move.component
             copy(slot.bytes(), storage.byte_view(move.storage))
             self.copied_nbytes += entry.nbytes
         device.synchronize(self._devices)

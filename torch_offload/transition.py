@@ -29,7 +29,7 @@ from .interrupts import Deferred
 from .ledger import Entry, TargetState
 from .plan import Plan, Planned
 from .report import LeftRow, MirrorRow, TransitionReport
-from .storage import WeakStorage
+from .storage import Storage
 from .strategies.base import Strategy
 
 _log = logging.getLogger("torch_offload")
@@ -47,7 +47,7 @@ class Aim:
     """
 
     away: Away
-    exactly: Mapping[int, tuple[WeakStorage, bool]] = dataclasses.field(default_factory=dict)
+    exactly: Mapping[int, tuple[weakref.ref[Storage], bool]] = dataclasses.field(default_factory=dict)
 
     def is_to_go(self, planned: Planned) -> bool:
         """Whether this storage is to be offloaded."""
