@@ -55,13 +55,26 @@ def test_freed_is_the_sum_of_the_storages() -> None:
     wanted = distinct_nbytes(list(model.parameters()))
     assert wanted > 5 * GIB
     torch.cuda.synchronize()
-    allocated, free = torch.cuda.memory_allocated(), torch.cuda.mem_get_info()[0]
+    allocated, reserved = torch.cuda.memory_allocated(), torch.cuda.memory_reserved()
     with offloaded(model) as off:
         assert abs(allocated - torch.cuda.memory_allocated() - wanted) <= 64 * MIB
-        assert torch.cuda.mem_get_info()[0] - free >= wanted - 64 * MIB  # with the driver, at return
+        assert reserved - torch.cuda.memory_reserved() >= wanted - 64 * MIB
         assert abs(off.report.measured_nbytes - wanted) <= 64 * MIB
         assert off.report.exported_nbytes <= 64 * MIB
         assert off.report.mirrors[0].pinned
+
+
+def test_the_bytes_are_with_the_driver_at_return() -> None:
+    model = Reference()
+    wanted = distinct_nbytes(list(model.parameters()))
+
+    def freed() -> int:
+        before = torch.cuda.mem_get_info()[0]
+        with offloaded(model):
+            return torch.cuda.mem_get_info()[0] - before
+
+    # other processes on the device (tests that run beside this one) move the number too: one time out of five must be quiet
+    assert any(abs(freed() - wanted) <= 64 * MIB for _ in range(5))
 
 
 def test_a_forward_kept_alive_makes_it_less_and_is_named_and_a_state_dict_does_not() -> None:
