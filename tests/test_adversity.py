@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from fresh import ROOT, output_of
 from torch import nn
 
 from torch_offload import (
@@ -34,8 +35,6 @@ from torch_offload import (
 )
 from torch_offload.storage import storage_of
 from torch_offload.testing import InjectedError, Portrait, Seam, failing
-
-ROOT = Path(__file__).parent.parent
 
 
 def is_away(tensor: torch.Tensor) -> bool:
@@ -138,13 +137,15 @@ def test_a_transition_inside_a_backward_is_refused(device: str, kind: str) -> No
 # Committing ------------------------------------------------------------------------------------------------------------
 
 
+class WeightOnly(Strategy):
+    components = ("params",)
+
+    def claims(self):
+        yield Claim(tensor=self.target.weight, name="weight", component="params")
+
+
 def test_a_commit_does_not_fail_for_what_users_bring(device: str) -> None:
-    class Unwilling(Strategy):
-        components = ("params",)
-
-        def claims(self):
-            yield Claim(tensor=self.target.weight, name="weight", component="params")
-
+    class Unwilling(WeightOnly):
         def barriers(self, check):  # noqa: ARG002
             def remove() -> None:
                 raise KeyError("cannot")
@@ -169,12 +170,7 @@ def test_a_commit_does_not_fail_for_what_users_bring(device: str) -> None:
 
 
 def test_barriers_that_cannot_be_set_fail_the_offload_before_anything_is_freed(device: str) -> None:
-    class Unwilling(Strategy):
-        components = ("params",)
-
-        def claims(self):
-            yield Claim(tensor=self.target.weight, name="weight", component="params")
-
+    class Unwilling(WeightOnly):
         def barriers(self, check):  # noqa: ARG002
             raise KeyError("cannot")
 
@@ -199,9 +195,7 @@ def test_a_token_that_is_kept_holds_nothing(device: str) -> None:
 
 
 def run(code: str) -> list[str]:
-    done = subprocess.run([sys.executable, "-W", "ignore", "-c", code], cwd=ROOT, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
-    return done.stdout.split("\n")
+    return output_of(code, warnings="ignore").split("\n")
 
 
 def test_a_forked_child_cannot_commit_what_its_parent_prepared() -> None:

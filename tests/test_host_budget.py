@@ -5,30 +5,18 @@ Each test measures in an interpreter of its own in which only torch is imported.
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
-from pathlib import Path
-
 import pytest
+from fresh import MEMORY, output_of
 
-ROOT = Path(__file__).parents[1]
 MIB = 2**20
 
-PRELUDE = """
-import ctypes, gc, os, resource
+PRELUDE = (
+    MEMORY
+    + """
+import os, resource
 import torch
 from torch_offload import Offloader, offloaded
 torch.set_num_threads(1)
-
-def status(field):
-    with open("/proc/self/status") as file:
-        return next(int(line.split()[1]) * 1024 for line in file if line.startswith(field + ":"))
-
-def rss():
-    gc.collect()
-    ctypes.CDLL(None).malloc_trim(0)  # what the C library keeps for itself is nobody's
-    return status("VmRSS")
 
 def forget_peak():
     with open("/proc/self/clear_refs", "w") as file:
@@ -46,15 +34,12 @@ small = torch.nn.Linear(4, 4)
 with offloaded(small, device="cpu"):
     pass  # what the first call brings along is not measured
 """
+)
 
 
 def numbers_of(script: str) -> list[int]:
     """The integers that a script prints."""
-    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
-    command = [sys.executable, "-W", "error", "-c", PRELUDE + script]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300)
-    assert done.returncode == 0, done.stderr
-    return [int(word) for word in done.stdout.split()]
+    return [int(word) for word in output_of(PRELUDE + script).split()]
 
 
 # A budget of one copy ------------------------------------------------------------------------------------------------

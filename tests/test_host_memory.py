@@ -6,8 +6,6 @@ import ctypes
 import io
 import mmap
 import os
-import subprocess
-import sys
 import threading
 import weakref
 from collections.abc import Callable, Iterator
@@ -16,6 +14,7 @@ from typing import Any
 
 import pytest
 import torch
+from fresh import MEMORY, output_of
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -24,7 +23,6 @@ from torch_offload import device as devices
 from torch_offload.host_memory import PAGE, HostBlock, available_nbytes, drain, require, touch
 from torch_offload.mirror import Need, PinnedMirror, take
 
-ROOT = Path(__file__).parents[1]
 CUDA = torch.device("cuda")
 CPU = torch.device("cpu")
 MIB = 2**20
@@ -32,29 +30,18 @@ UNLIMITED_V1 = 2**63 - PAGE  # what version 1 shows for "no limit"
 
 
 def lines_of(script: str, *, first: str = "") -> list[str]:
-    """What a script prints that runs in an interpreter of its own, with warnings as errors, after ``first`` and PRELUDE."""
-    command = [sys.executable, "-W", "error", "-c", first + PRELUDE + script]
-    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120)
-    assert done.returncode == 0, done.stderr
-    return done.stdout.splitlines()
+    """What a script prints that runs in an interpreter of its own after ``first`` and PRELUDE."""
+    return output_of(first + PRELUDE + script).splitlines()
 
 
-PRELUDE = """
-import ctypes, gc, os, resource, sys
+PRELUDE = (
+    MEMORY
+    + """
+import os, resource, sys
 import torch
 from torch_offload import HostMemoryError, device, host_memory
 from torch_offload.host_memory import HostBlock
 torch.set_num_threads(1)
-
-def status(field):
-    with open("/proc/self/status") as file:
-        return next(int(line.split()[1]) * 1024 for line in file if line.startswith(field + ":"))
-
-def rss():
-    gc.collect()
-    ctypes.CDLL(None).malloc_trim(0)
-    return status("VmRSS")
 
 def pretend():
     def register(pointer, nbytes):
@@ -64,6 +51,7 @@ def pretend():
     device.unregister_host = lambda pointer: print("unregister", os.getpid(), pointer, flush=True)
     device.registers_host_memory = lambda _: True
 """
+)
 
 # How much may be taken -----------------------------------------------------------------------------------------------
 

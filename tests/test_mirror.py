@@ -5,16 +5,13 @@ from __future__ import annotations
 import contextlib
 import itertools
 import mmap
-import os
-import subprocess
-import sys
 import weakref
 from collections.abc import Callable, Iterator, Mapping
-from pathlib import Path
 from unittest import mock
 
 import pytest
 import torch
+from fresh import output_of
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
@@ -24,7 +21,6 @@ from torch_offload.host_memory import PAGE
 from torch_offload.mirror import Need, PinnedMirror, Slot, take
 from torch_offload.testing import Seam, failing, pretended_pinning
 
-ROOT = Path(__file__).parents[1]
 CPU = torch.device("cpu")
 Storage = torch.UntypedStorage
 
@@ -538,8 +534,4 @@ print("status", os.waitstatus_to_exitcode(os.wait()[1]))
 off.offload(); off.reload()
 print("parent", torch.equal(model.weight, weight))
 """
-    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
-    command = [sys.executable, "-W", "error", "-c", script]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120)
-    assert done.returncode == 0, done.stderr
-    assert done.stdout.splitlines() == ["child True", "status 0", "parent True"]
+    assert output_of(script).splitlines() == ["child True", "status 0", "parent True"]

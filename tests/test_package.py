@@ -15,10 +15,10 @@ from pathlib import Path
 
 import pytest
 import torch
+from fresh import ROOT, output_of
 
 import torch_offload
 
-ROOT = Path(__file__).parent.parent
 PACKAGE = ROOT / "torch_offload"
 
 # Each module may import those of the rows before its own, and of its own row nothing but what is named there.
@@ -115,9 +115,7 @@ def test_exports() -> None:
 
 
 def fresh(code: str) -> str:
-    done = subprocess.run([sys.executable, "-W", "ignore", "-c", code], cwd=ROOT, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
-    return done.stdout.strip()
+    return output_of(code, warnings="ignore").strip()
 
 
 OTHERS = {"megatron", "transformer_engine", "bitsandbytes", "torchao", "hypothesis", "transformers", "accelerate"}

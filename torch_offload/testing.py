@@ -188,17 +188,20 @@ def assert_round_trip(*targets: Any, extra: Iterable[torch.Tensor] = (), cycles:
         AssertionError: a promise does not hold.
     """
     off = Offloader(*targets, **keywords)
-    plan = off._scope.plan()
-    tensors = [named.claim.tensor for named in plan.claims] + list(extra)
-    strided = [tensor for tensor in tensors if tensor.layout is torch.strided]
-    portraits = [Portrait.of(tensor) for tensor in strided]
+    claimed = [(named.name, named.claim.tensor) for named in off._scope.plan().claims]
+    portraits = [Portrait.of(tensor) for _, tensor in claimed if tensor.layout is torch.strided] + [*map(Portrait.of, extra)]
+    held: dict[int, tuple[storage.Storage, int, set[str]]] = {}  # each storage, its size, and its names
+    for name, tensor in claimed:
+        if tensor.layout is torch.strided and device.covers(off._scope.device, tensor.device):
+            found = storage.storage_of(tensor)
+            held.setdefault(found._cdata, (found, found.nbytes(), set()))[2].add(name)
     for _ in range(cycles):
         report = off.offload()
         left = {row.name for row in report.left}
-        for planned in plan.storages.values():
-            nbytes = storage.storage_of(planned.claims[0].claim.tensor).nbytes()
-            assert nbytes == (planned.nbytes if planned.name in left else 0), f"{planned.name} kept {nbytes} bytes"
-        moved = sum(planned.nbytes for planned in plan.storages.values() if planned.name not in left)
+        for found, nbytes, names in held.values():
+            kept = nbytes if names & left else 0
+            assert found.nbytes() == kept, f"{sorted(names)} kept {found.nbytes()} bytes, not {kept}"
+        moved = sum(nbytes for _, nbytes, names in held.values() if not names & left)
         assert report.nbytes == moved, f"the report says {report.nbytes} bytes, {moved} moved"
         assert report.copied_nbytes <= report.nbytes
         slack = report.storages * 64 + (2 + moved // 2**26) * 2 * host_memory.PAGE
