@@ -2,16 +2,29 @@
 
 from __future__ import annotations
 
+import collections
 from unittest import mock
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
 from torch_offload import Offloader, mirror, storage, testing
 from torch_offload.testing import assert_round_trip
+
+
+def test_many_specimens_have_ties_slices_and_foreign_aliases() -> None:
+    seen: collections.Counter[str] = collections.Counter()
+
+    @settings(derandomize=True, database=None, max_examples=200)
+    @given(specimen=testing.specimens())
+    def look(specimen: testing.Specimen) -> None:
+        seen.update({"every", *specimen.kinds})
+
+    look()
+    assert all(seen[kind] >= seen["every"] / 10 for kind in ("tie", "slice", "alias")), seen
 
 
 @given(data=st.data())

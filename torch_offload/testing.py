@@ -265,6 +265,8 @@ _VIEWS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "conjugate": lambda base: base.conj(),
 }
 
+_OFTEN = [(0, "whole", "tie", False), (1, "slice", "buffer", False), (0, "flat view", "alias", False)]  # whatever else there is
+
 
 def specimens(device: torch.device | str = "cpu") -> SearchStrategy[Specimen]:
     """A hypothesis strategy of `Specimen`: random bytes (NaN payloads included) under every kind of view and tie."""
@@ -276,9 +278,10 @@ def specimens(device: torch.device | str = "cpu") -> SearchStrategy[Specimen]:
     )
     base = st.tuples(st.sampled_from(_DTYPES), st.sampled_from(_SIZES), st.integers(0, 2**31), st.booleans())
     return st.builds(
-        lambda bases, members: _specimen(bases, members, torch.device(device)),
+        lambda bases, members, more: _specimen(bases, [*members, *more], torch.device(device)),
         st.lists(base, min_size=1, max_size=4),
         st.lists(member, min_size=1, max_size=8),
+        st.lists(st.sampled_from(_OFTEN), max_size=3),
     )
 
 
@@ -292,7 +295,8 @@ def _specimen(bases: Sequence[tuple[Any, ...]], members: Sequence[tuple[Any, ...
         tensor = _VIEWS[view](base)
         part = torch.nn.Module()
         root.add_module(f"part{index}", part)
-        found.kinds.add(view)
+        if view != "slice" or 0 < tensor.numel() < base.numel():
+            found.kinds.add(view)
         if role == "alias":
             found.aliases.append(tensor)
             continue
