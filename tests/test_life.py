@@ -51,6 +51,7 @@ class Life(RuleBasedStateMachine):
         self.twin, self.twin_optimizer = build(self.device)
         self.off = Offloader(self.model, self.optimizer, device=self.device)
         self.part = Offloader(self.model.layer, device=self.device)
+        self.part_first = Offloader(self.model.layer, self.model, self.optimizer, device=self.device)
         self.entered: list[tuple[Any, set[str], dict[str, int], bool]] = []
         self.alias: torch.Tensor | None = None
         self.away: set[str] = set()
@@ -73,6 +74,12 @@ class Life(RuleBasedStateMachine):
     @rule()
     def offload_a_part(self) -> None:
         self.part.offload()
+        self.exact = False
+
+    @rule(components=some)
+    def offload_a_part_first(self, components: set[str]) -> None:
+        self.part_first.offload(components)
+        self.away |= components
         self.exact = False
 
     @rule()

@@ -339,11 +339,14 @@ def test_what_is_held_is_the_sum_of_the_sizes_page_rounding_apart(sizes: list[in
     assert kept.nbytes == seen.now == 0
 
 
+_needs = st.builds(Need, st.just(Storage(1)), st.integers(1, 2**27), st.just("weight"), st.sampled_from(["grads", "params"]))
+
+
 @settings(max_examples=100)
-@given(st.lists(st.integers(1, 2**27), max_size=40))
-def test_a_layout_is_aligned_in_order_and_without_overlap(sizes: list[int]) -> None:
-    layouts = mirror._layouts(sizes)
-    assert [nbytes for layout in layouts for _, nbytes in layout] == sizes
+@given(st.lists(_needs, max_size=40))
+def test_a_layout_is_aligned_in_order_and_without_overlap(needs: list[Need]) -> None:
+    layouts = mirror._layouts(needs)
+    assert [nbytes for layout in layouts for _, nbytes in layout] == [need.nbytes for need in needs]
     for layout in layouts:
         assert layout[0][0] == 0
         assert all(offset % 64 == 0 for offset, _ in layout)
@@ -354,12 +357,14 @@ def test_a_layout_is_aligned_in_order_and_without_overlap(sizes: list[int]) -> N
 
 
 @settings(max_examples=100)
-@given(st.lists(st.integers(1, 2**27), min_size=2, max_size=40))
-def test_a_layout_begins_no_block_before_the_last_is_full(sizes: list[int]) -> None:
-    layouts = mirror._layouts(sizes)
-    for layout, following in itertools.pairwise(layouts):
+@given(st.lists(_needs, min_size=2, max_size=40))
+def test_a_layout_begins_a_block_when_the_last_is_full_or_of_another_component(needs: list[Need]) -> None:
+    layouts, left = mirror._layouts(needs), iter(needs)
+    components = [[next(left).component for _ in layout] for layout in layouts]
+    assert all(len(set(each)) == 1 for each in components)
+    for (layout, following), (one, other) in zip(itertools.pairwise(layouts), itertools.pairwise(components), strict=True):
         end = layout[-1][0] + layout[-1][1]
-        assert -(-end // 64) * 64 + following[0][1] > mirror._BLOCK
+        assert one != other or -(-end // 64) * 64 + following[0][1] > mirror._BLOCK
 
 
 _names = st.sampled_from("abcdef")

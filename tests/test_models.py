@@ -5,10 +5,12 @@ from __future__ import annotations
 import io
 import warnings
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from torch.distributed import checkpoint
 
 from torch_offload import OffloadedTensorError, Offloader, PerParameterStrategy, offloaded, resident
 from torch_offload.storage import storage_of
@@ -97,6 +99,25 @@ def test_a_checkpoint_written_while_offloaded_loads_into_the_twin(device: str, w
     twin.load_state_dict(saved["model"])
     twin_optimizer.load_state_dict(saved["optimizer"])
     assert train(model, optimizer, 1) == train(twin, twin_optimizer, 1)
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled:UserWarning")
+def test_a_distributed_checkpoint_is_written_and_read_while_offloaded(device: str, tmp_path: Path) -> None:
+    model, optimizer = build("Llama", device)
+    train(model, optimizer, 0)
+    wanted = [p.detach().clone() for p in model.parameters()]
+    with offloaded(model, optimizer, device=device):
+        checkpoint.save(
+            {"model": model.state_dict(), "optimizer": optimizer.state_dict()}, checkpoint_id=tmp_path, no_dist=True
+        )
+    train(model, optimizer, 1)
+    with offloaded(model, optimizer, device=device):
+        checkpoint.load({"model": model.state_dict()}, checkpoint_id=tmp_path, no_dist=True)
+    for parameter, value in zip(model.parameters(), wanted, strict=True):
+        assert torch.equal(parameter, value)
+    saved = {"optimizer": optimizer.state_dict()}
+    checkpoint.load(saved, checkpoint_id=tmp_path, no_dist=True)
+    assert {int(state["step"]) for state in saved["optimizer"]["state"].values()} == {1}
 
 
 def test_a_frozen_reference_scores_between_rollouts(device: str) -> None:

@@ -25,6 +25,7 @@ from torch_offload import (
     offloaded,
     strategy_for,
 )
+from torch_offload.host_memory import PAGE
 from torch_offload.storage import storage_of
 from torch_offload.testing import Portrait, assert_round_trip, link
 
@@ -404,6 +405,26 @@ def test_a_parameter_that_is_re_pointed_while_offloaded_raises(device: str) -> N
     off.offload()
     off.reload()
     assert new.eq(0).all()
+
+
+def test_a_weight_with_two_owners_has_one_place(device: str) -> None:
+    one, other = nn.Linear(64, 64, device=device), nn.Linear(64, 64, device=device)
+    other.weight = one.weight
+    both, first, second = (Offloader(*targets, device=device) for targets in ([one, other], [one], [other]))
+    wanted = (64 * 64 + 2 * 64) * 4
+    for off in (both, first, both, second, both):
+        off.offload()
+        assert storage_of(other.weight).nbytes() == 0
+        assert wanted - 64 * 4 <= first.host_nbytes + second.host_nbytes <= wanted + 4 * PAGE
+        off.reload()
+    first.offload()
+    second.offload()  # it is away already, under the first one's name
+    assert second.residency["params"] is Residency.OFFLOADED
+    first.reload()  # the first one's is to be resident, so it is
+    assert one(torch.ones(1, 64, device=device)).isfinite().all()
+    assert second.residency["params"] is Residency.LEFT
+    second.reload()
+    assert second.residency["params"] is Residency.RESIDENT
 
 
 def test_removed_parameters_are_no_fault(device: str) -> None:

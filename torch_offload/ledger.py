@@ -213,9 +213,10 @@ def entries() -> Iterator[Entry]:
     return (entry for entry in list(_entries.values()) if entry.storage() is not None)
 
 
-def mirrors() -> list[PinnedMirror]:
-    """The mirrors of all targets that are alive."""
-    return [mirror for state in list(_targets.values()) for mirror in state.mirrors.values()]
+def homes() -> dict[int, PinnedMirror]:
+    """For each storage that has a slot waiting for it, by address: the mirror, of whatever target, that the slot waits in."""
+    mirrors = [mirror for state in list(_targets.values()) for mirror in state.mirrors.values()]
+    return {storage._cdata: mirror for mirror in mirrors for storage in mirror.waiting()}
 
 
 def state_of(target: object) -> TargetState:

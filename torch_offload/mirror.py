@@ -2,16 +2,16 @@
 
 [Note: exactly one host byte per byte]
 A mirror never holds an old and a new copy at once. Memory is used again by exact size; what a storage left behind that
-has died, or that comes back under its name in another size, is given up *before* new memory is taken. A block holds the small
-slots of one call together and a large slot alone. It goes back to the operating system whole: when places in it were given up
-and all others wait, those are given up too and taken anew.
+has died, or that comes back under its name in another size, is given up *before* new memory is taken. A block holds the
+small slots of one component, which come and go together, and a large slot alone. It goes back to the operating system whole:
+when places in it were given up and all others wait, those are given up too and taken anew.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import weakref
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
 import torch
 
@@ -65,11 +65,12 @@ class Slot:
 
 @dataclasses.dataclass(frozen=True)
 class Need:
-    """One storage that wants a slot of ``nbytes`` bytes, at least 1."""
+    """One storage that wants a slot of ``nbytes`` bytes, at least 1, for a component."""
 
     storage: torch.UntypedStorage
     nbytes: int
     name: str
+    component: str = ""
 
 
 class PinnedMirror:
@@ -120,6 +121,10 @@ class PinnedMirror:
         self._idle.clear()
         host_memory.drain()
 
+    def waiting(self) -> Iterator[torch.UntypedStorage]:
+        """The storages whose slots wait here."""
+        return (origin for slot in self._idle.values() if slot.origin is not None and (origin := slot.origin()) is not None)
+
     def _waits(self, slot: Slot) -> bool:
         return id(slot) in self._idle
 
@@ -138,29 +143,17 @@ class PinnedMirror:
                 found[index] = by_size[need.nbytes].pop()
         return found
 
-    def forget(self, storages: Iterable[torch.UntypedStorage]) -> None:
-        """Give up what these storages left here."""
-        gone = {storage._cdata for storage in storages}
-        self._drop(lambda slot: slot.origin_address() in gone)
-
     def _forget(self, lacking: Sequence[Need], found: Sequence[Slot | None], components: set[str] | None) -> None:
         """Give up what the storages and names that lack a slot left here, and what dead storages of these components (None: of
         all) did; nothing of what was found for others."""
         names, storages = {need.name for need in lacking}, {need.storage._cdata for need in lacking}
         kept = set(map(id, found))
-        self._drop(
-            lambda slot: (
-                id(slot) not in kept
-                and (
-                    slot.name in names
-                    or slot.origin_address() in storages
-                    or (slot.is_abandoned() and (components is None or slot.component in components))
-                )
-            )
-        )
 
-    def _drop(self, is_gone: Callable[[Slot], bool]) -> None:
-        for key in [key for key, slot in self._idle.items() if is_gone(slot)]:
+        def is_gone(slot: Slot) -> bool:
+            is_theirs = slot.name in names or slot.origin_address() in storages
+            return is_theirs or (slot.is_abandoned() and (components is None or slot.component in components))
+
+        for key in [key for key, slot in self._idle.items() if key not in kept and is_gone(slot)]:
             del self._idle[key]
         self._break_up()
 
@@ -172,9 +165,9 @@ class PinnedMirror:
                 for key in list(map(id, slots)):
                     del self._idle[key]
 
-    def _allocate(self, sizes: Sequence[int]) -> list[Slot]:
+    def _allocate(self, needs: Sequence[Need]) -> list[Slot]:
         slots = []
-        for layout in _layouts(sizes):
+        for layout in _layouts(needs):
             block = HostBlock(_extent(layout), self.device)
             made = [Slot(block, offset, nbytes) for offset, nbytes in layout]
             self._blocks[block] = weakref.WeakSet(made)
@@ -189,7 +182,8 @@ def take(requests: Sequence[tuple[PinnedMirror, Sequence[Need]]], *, components:
     available. Slots that waited still do until `PinnedMirror.lend` is called for them, so an interrupted caller loses none.
 
     Args:
-        requests: mirrors with their needs; all of the mirrors that are to be tidied, also if they need nothing.
+        requests: mirrors with their needs, those of one component side by side; all of the mirrors that are to be tidied, also
+            if they need nothing.
         components: what dead storages of these left behind is given up if nothing takes it.
 
     Raises:
@@ -201,29 +195,29 @@ def take(requests: Sequence[tuple[PinnedMirror, Sequence[Need]]], *, components:
         lacking = [need for need, slot in zip(needs, slots, strict=True) if slot is None]
         mirror._forget(lacking, slots, None if short else set(components))
         slots[:] = [slot if slot is not None and mirror._waits(slot) else None for slot in slots]
-    sizes = [
-        [need.nbytes for need, slot in zip(needs, slots, strict=True) if slot is None]
+    missing = [
+        [need for need, slot in zip(needs, slots, strict=True) if slot is None]
         for (_, needs), slots in zip(requests, found, strict=True)
     ]
     host_memory.drain()
-    if any(sizes):
-        host_memory.require(sum(host_memory.pages(_extent(layout)) for each in sizes for layout in _layouts(each)))
-        for (mirror, _), slots, each in zip(requests, found, sizes, strict=True):
-            fresh = iter(mirror._allocate(each))
+    if any(missing):
+        host_memory.require(sum(host_memory.pages(_extent(layout)) for needs in missing for layout in _layouts(needs)))
+        for (mirror, _), slots, needs in zip(requests, found, missing, strict=True):
+            fresh = iter(mirror._allocate(needs))
             slots[:] = [slot or next(fresh) for slot in slots]
     return [[slot for slot in slots if slot is not None] for slots in found]
 
 
-def _layouts(sizes: Sequence[int]) -> list[list[tuple[int, int]]]:
-    """The blocks for slots of these sizes, in order: for each block its slots' (offset, nbytes)."""
+def _layouts(needs: Sequence[Need]) -> list[list[tuple[int, int]]]:
+    """The blocks for these needs, in order: for each block its slots' (offset, nbytes)."""
     blocks: list[list[tuple[int, int]]] = []
-    end = _BLOCK
-    for nbytes in sizes:
-        if end + nbytes > _BLOCK:
+    end, component = 0, None
+    for need in needs:
+        if need.component != component or end + need.nbytes > _BLOCK:
             blocks.append([])
-            end = 0
-        blocks[-1].append((end, nbytes))
-        end = _aligned(end + nbytes)
+            end, component = 0, need.component
+        blocks[-1].append((end, need.nbytes))
+        end = _aligned(end + need.nbytes)
     return blocks
 
 

@@ -27,7 +27,7 @@ class Move:
     Attributes:
         storage: the storage; it is resident.
         name: its name in messages.
-        mirror: where its host memory comes from.
+        mirror: where its host memory comes from, unless a slot waits for it in another one.
         tensors: every tensor on it that can be made loud, with its name.
         gradients: (parameter, name) of each gradient on it, for the barriers against a backward.
         claims: what `Entry.claims` is to hold.
@@ -80,21 +80,22 @@ class Prepared:
                     guard.Barrier(parameter, name, entry)
 
     def _find_host_memory(self, components: Iterable[str]) -> None:
-        """A slot for each storage whose bytes are kept; what the storages left in mirrors of other targets is given up."""
-        moved = list(zip(self._moves, self._entries, strict=True))
-        mirrors = {id(move.mirror): move.mirror for move, _ in moved}
-        for other in ledger.mirrors():
-            if id(other) not in mirrors:
-                other.forget(move.storage for move, _ in moved)
-        kept = {
-            key: [pair for pair in moved if pair[0].mirror is found and not pair[0].discard] for key, found in mirrors.items()
-        }
-        needs = [[Need(move.storage, entry.nbytes, move.name) for move, entry in pairs] for pairs in kept.values()]
-        taken = mirror.take(list(zip(mirrors.values(), needs, strict=True)), components=components)
-        for pairs, slots in zip(kept.values(), taken, strict=True):
-            for (move, entry), slot in zip(pairs, slots, strict=True):
+        """A slot for each storage whose bytes are kept: the one that waits for it, in whichever mirror, before any other."""
+        homes = ledger.homes()
+        requests: dict[int, tuple[PinnedMirror, list[Need], list[Entry]]] = {}
+        for move, entry in sorted(zip(self._moves, self._entries, strict=True), key=lambda pair: pair[0].component):
+            found = homes.get(entry.cdata, move.mirror)
+            entry.mirror = weakref.ref(found)
+            for each in (move.mirror, found):
+                _, needs, entries = requests.setdefault(id(each), (each, [], []))
+            if not move.discard:
+                needs.append(Need(move.storage, entry.nbytes, move.name, move.component))
+                entries.append(entry)
+        taken = mirror.take([(found, needs) for found, needs, _ in requests.values()], components=components)
+        for (found, _, entries), slots in zip(requests.values(), taken, strict=True):
+            for entry, slot in zip(entries, slots, strict=True):
                 entry.slot = slot
-                move.mirror.lend(slot)
+                found.lend(slot)
 
     def _copy(self, verify: bool) -> None:
         pairs = [(move, entry, entry.slot) for move, entry in zip(self._moves, self._entries, strict=True) if entry.slot]
@@ -109,8 +110,6 @@ class Prepared:
             copy(slot.bytes(), storage.byte_view(move.storage))
             self.copied_nbytes += entry.nbytes
         device.synchronize(self._devices)
-        for _, entry, slot in pairs:
-            slot.checksum = entry.checksum
 
     def check_process(self) -> None:
         """Raise in a forked child, which has no mirror.
