@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+import contextlib
+import ctypes
 import gc
+import itertools
 import logging
 import os
 import signal
 import subprocess
 import sys
+import threading
+from collections.abc import Iterator
 from pathlib import Path
+from unittest import mock
 
 import pytest
 import torch
@@ -17,14 +23,19 @@ from torch import nn
 
 from torch_offload import (
     Claim,
+    IntegrityError,
     MirrorMismatchError,
     OffloadedTensorError,
     Offloader,
+    PerParameterStrategy,
     Residency,
     Strategy,
     TransitionError,
     UnsupportedTargetError,
+    checksum,
     device,
+    host_memory,
+    interrupts,
     ledger,
     offloaded,
     resident,
@@ -134,6 +145,61 @@ def test_a_transition_inside_a_backward_is_refused(device: str, kind: str) -> No
     assert not is_away(model[0].weight)
 
 
+# Signals ---------------------------------------------------------------------------------------------------------------
+
+
+class Term(Exception):
+    pass
+
+
+@pytest.fixture
+def handlers() -> Iterator[list[int]]:
+    """SIGTERM's handler raises, SIGUSR1's notes; those of before come back."""
+    noted: list[int] = []
+
+    def raising(*_: object) -> None:
+        raise Term
+
+    before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)}
+    signal.signal(signal.SIGTERM, raising)
+    signal.signal(signal.SIGUSR1, lambda number, _: noted.append(number))
+    yield noted
+    for number, handler in before.items():
+        signal.signal(number, handler)
+
+
+@pytest.mark.usefixtures("handlers")
+@pytest.mark.parametrize("at", range(1, 13))
+def test_a_handler_that_raises_while_handlers_are_exchanged_leaves_none_exchanged(
+    at: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    before = {number: signal.getsignal(number) for number in interrupts._SIGNALS}
+    exchange, calls = signal.signal, itertools.count(1)
+
+    def exchanged(number, handler):
+        found = exchange(number, handler)
+        if next(calls) == at:
+            signal.raise_signal(signal.SIGTERM)
+        return found
+
+    monkeypatch.setattr(signal, "signal", exchanged)
+    with pytest.raises(Term), interrupts.Deferred():
+        signal.raise_signal(signal.SIGTERM)
+    assert {number: signal.getsignal(number) for number in interrupts._SIGNALS} == before
+
+
+def test_all_signals_that_waited_are_handed_on_though_one_raises(handlers: list[int]) -> None:
+    def all_of_them() -> None:
+        with interrupts.Deferred():
+            for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGUSR1):
+                signal.raise_signal(number)
+
+    with pytest.raises(KeyboardInterrupt) as caught:
+        all_of_them()
+    assert isinstance(caught.value.__context__, Term)
+    assert handlers == [signal.SIGUSR1]
+
+
 # Committing ------------------------------------------------------------------------------------------------------------
 
 
@@ -179,6 +245,18 @@ def test_barriers_that_cannot_be_set_fail_the_offload_before_anything_is_freed(d
         Offloader(Unwilling(model), device=device).offload()
     assert not is_away(model.weight)
     assert type(model.weight) is nn.Parameter
+
+
+def test_a_commit_of_what_another_transition_undid_frees_nothing(device: str) -> None:
+    model = nn.Linear(3, 3, device=device)
+    portraits = [Portrait.of(p) for p in model.parameters()]
+    token = Offloader(model, device=device).prepare()
+    transfer.repair()
+    with pytest.raises(TransitionError, match=r"undid .*Linear\.weight.*prepare\(\)"):
+        token.commit()
+    token.abandon()
+    for portrait in portraits:
+        portrait.check()
 
 
 def test_a_token_that_is_kept_holds_nothing(device: str) -> None:
@@ -284,7 +362,7 @@ def test_the_order_of_a_transition(monkeypatch: pytest.MonkeyPatch) -> None:
     assert log == ["synchronize", "checksums", "copy", "synchronize", "give_up", "empty_cache"]
     log.clear()
     off.reload()
-    assert log == ["stage", "copy", "synchronize", "checksums", "publish"]
+    assert log == ["stage", "synchronize", "copy", "synchronize", "checksums", "publish"]
     assert model.weight.shape == (3, 3)
 
 
@@ -304,6 +382,152 @@ def test_refused_while_a_stream_captures_and_pinned_memory_waits_too(monkeypatch
                 call()
         monkeypatch.undo()
     assert registered == []
+
+
+@pytest.mark.gpu
+def test_a_capture_in_another_thread_is_named() -> None:
+    model = nn.Linear(3, 3, device="cuda")
+    off = Offloader(model)
+    portraits = [Portrait.of(p) for p in model.parameters()]
+    capturing, done = threading.Event(), threading.Event()
+
+    def capture() -> None:
+        with torch.cuda.stream(torch.cuda.Stream()):
+            graph = torch.cuda.CUDAGraph()
+            graph.capture_begin()
+            capturing.set()
+            done.wait()
+            with contextlib.suppress(RuntimeError):  # the capture is broken
+                graph.capture_end()
+
+    thread = threading.Thread(target=capture)
+    thread.start()
+    capturing.wait()
+    try:
+        with pytest.raises(TransitionError, match="another thread is capturing"):
+            off.offload()
+    finally:
+        done.set()
+        thread.join()
+    for portrait in portraits:
+        portrait.check()
+    off.offload()
+    off.reload()
+
+
+# Others' locks ---------------------------------------------------------------------------------------------------------
+
+
+def test_the_log_is_written_without_the_lock(device: str) -> None:
+    free: list[bool] = []
+
+    def try_lock() -> None:
+        free.append(ledger.LOCK.acquire(blocking=False))
+        if free[-1]:
+            ledger.LOCK.release()
+
+    class Handler(logging.Handler):
+        def emit(self, _record: logging.LogRecord) -> None:
+            thread = threading.Thread(target=try_lock)  # which formats an offloaded tensor, say
+            thread.start()
+            thread.join()
+
+    handler, logger = Handler(), logging.getLogger("torch_offload")
+    logger.addHandler(handler)
+    logger.setLevel(logging.INFO)
+    model = nn.Linear(3, 3, device=device)
+    off = Offloader(model, device=device)
+    try:
+        off.offload()
+        off.reload()
+        off.prepare().commit()
+        with off.resident():
+            pass
+        off.close()
+    finally:
+        logger.removeHandler(handler)
+        logger.setLevel(logging.NOTSET)
+    assert free == [True] * 6  # an offload, a reload, a commit, two of the context and the reload of close()
+
+
+def test_the_collector_rests_while_threads_touch_pages() -> None:
+    seen: list[bool] = []
+    pages = bytearray(8)
+    pointer = (ctypes.c_char * 8).from_buffer(pages)
+    with mock.patch.object(ctypes, "memset", side_effect=lambda *_: seen.append(gc.isenabled())):
+        host_memory.touch(pages, ctypes.addressof(pointer), 8)
+        gc.disable()
+        try:
+            host_memory.touch(pages, ctypes.addressof(pointer), 8)
+            assert not gc.isenabled()
+        finally:
+            gc.enable()
+    assert seen == [False, False]
+
+
+# Gradients -------------------------------------------------------------------------------------------------------------
+
+
+def test_a_gradient_that_a_leaf_outside_has_too_is_left(device: str) -> None:
+    model, other = (nn.Linear(3, 3, bias=False, device=device) for _ in range(2))
+    model(torch.ones(1, 3, device=device)).sum().backward()
+    other.weight._grad = model.weight.grad  # the same tensor object
+    off = Offloader(model, device=device)
+    for _ in range(2):
+        (row,) = off.offload().left
+        assert row.name == "Linear.weight.grad"
+        assert "the gradient of a Parameter" in row.reason
+        other(torch.ones(1, 3, device=device)).sum().backward()
+        off.reload()
+    assert model.weight.grad.eq(3).all()
+    with (
+        offloaded(PerParameterStrategy(model, shared="free"), device=device),
+        pytest.raises(OffloadedTensorError, match=r"accumulate into 'Linear\.weight\.grad'"),
+    ):
+        other(torch.ones(1, 3, device=device)).sum().backward()
+    other(torch.ones(1, 3, device=device)).sum().backward()
+    assert model.weight.grad.eq(4).all()
+
+
+class Flat(Strategy):
+    """A flat gradient buffer, whose views the strategy calls aliases."""
+
+    components = ("grads",)
+
+    def claims(self):
+        yield Claim(tensor=self.target.flat, name="flat", component="grads")
+
+    def aliases(self):
+        return [parameter.grad for parameter in self.target.parameters()]
+
+
+def test_views_of_a_flat_buffer_that_are_gradients_get_their_barriers(device: str) -> None:
+    model = nn.Linear(3, 3, device=device)
+    model.flat = torch.zeros(12, device=device)
+    model.weight.grad, model.bias.grad = model.flat[:9].view(3, 3), model.flat[9:]
+    with offloaded(Flat(model), device=device) as off:  # whose parameters nobody claims
+        assert [row.name for row in off.report.left] == ["Linear.flat"]
+        model(torch.ones(1, 3, device=device)).sum().backward()
+    assert model.flat.eq(1).all()
+    with offloaded(Flat(model), model, components=["grads"], device=device) as off:
+        assert off.report.left == ()
+        with pytest.raises(OffloadedTensorError, match="accumulate into"):
+            model(torch.ones(1, 3, device=device)).sum().backward()
+    model(torch.ones(1, 3, device=device)).sum().backward()
+    assert model.flat.eq(2).all()
+
+
+def test_a_remembered_alias_that_became_a_gradient_is_looked_for_again(device: str) -> None:
+    model = nn.Linear(3, 3, bias=False, device=device)
+    alias = model.weight.detach()
+    off = Offloader(model, device=device)
+    assert off.offload().left == ()
+    off.reload()
+    leaf = nn.Parameter(torch.ones(3, 3, device=device))
+    leaf.grad = alias
+    assert [row.name for row in off.offload().left] == ["Linear.weight"]
+    leaf.sum().backward()
+    off.reload()
 
 
 # Names and targets -----------------------------------------------------------------------------------------------------
@@ -524,7 +748,7 @@ def test_what_is_saved_stays_as_it_was_after_the_mirror_was_written(device: str)
     off = Offloader(model, device=device)
     off.offload()
     (entry,) = [entry for entry in ledger.entries() if entry.name == "Linear.weight"]
-    kept = entry.host_storage()
+    kept = entry.export()
     with torch.no_grad():
         model.weight.copy_(torch.ones(3, 3))
     written = bytes(kept)
@@ -534,6 +758,54 @@ def test_what_is_saved_stays_as_it_was_after_the_mirror_was_written(device: str)
         model.weight.fill_(5)
     off.offload()
     assert bytes(kept) == written
+    off.reload()
+
+
+def test_a_version_counter_that_two_storages_share(device: str) -> None:
+    one = torch.zeros(4, device=device)
+    other = one.detach()
+    one.data = torch.ones(4, device=device)  # the counter stays shared
+    model = nn.Module()
+    model.register_buffer("one", one)
+    model.register_buffer("other", other)
+    off = Offloader(model, device=device)
+    off.offload()
+    off.reload()
+    assert (one._version, other._version) == (0, 0)
+    del model.other
+    off.offload()
+    other.add_(1)  # resident, and changed
+    off.reload()
+    assert other._version == 1
+
+
+def test_neither_the_default_device_nor_a_subclass_is_asked(device: str) -> None:
+    asked = []
+
+    class Traced(torch.Tensor):
+        @classmethod
+        def __torch_function__(cls, func, types, args=(), kwargs=None):
+            asked.append(func)
+            return super().__torch_function__(func, types, args, kwargs or {})
+
+    model = nn.Module()
+    model.register_buffer("traced", torch.ones(5000, device=device).as_subclass(Traced))
+    checksum._weights.cache_clear()
+    asked.clear()
+    with torch.device("meta"):
+        off = Offloader(model, device=device)
+        off.offload()
+        off.reload()
+    assert asked == []
+    assert model.traced.sum() == 5000
+
+
+def test_what_was_offloaded_without_a_checksum_gets_one_from_the_mirror(device: str) -> None:
+    model = nn.Linear(3, 3, device=device)
+    Offloader(model, device=device, verify=False).offload()
+    off = Offloader(model, device=device)
+    with testing.link(corrupt=lambda _, held: held[:1].add_(1)), pytest.raises(IntegrityError, match=r"Linear\.weight"):
+        off.reload()
     off.reload()
 
 

@@ -60,6 +60,9 @@ def test_a_failing_offload_leaves_everything_resident(device: str, trainer, seam
         fired += 1
         assert residencies(off) == {Residency.RESIDENT}
         assert not list(ledger.entries())
+        optimizer = trainer[1]
+        assert not optimizer._optimizer_step_pre_hooks
+        assert not optimizer._optimizer_load_state_dict_pre_hooks
         for portrait in portraits:
             portrait.check()
         off.offload()

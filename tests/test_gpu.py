@@ -154,6 +154,22 @@ def test_work_still_queued_on_another_stream_is_waited_for() -> None:
         assert weight.eq(value).all()
 
 
+@pytest.mark.parametrize("verify", [True, False])
+def test_a_reload_on_a_side_stream_waits_for_whoever_had_its_memory(verify: bool) -> None:
+    weight = nn.Parameter(torch.full((64 * MIB,), 3, dtype=torch.uint8, device="cuda"), requires_grad=False)
+    off = Offloader(nn.ParameterList([weight]), verify=verify)
+    holder = off._scope.hold()
+    off.offload()
+    before = torch.empty(64 * MIB, dtype=torch.uint8, device="cuda")
+    torch.cuda._sleep(500_000_000)
+    before.fill_(7)
+    del before  # the allocator gives it to the next on this stream, whose copy runs on another
+    with torch.cuda.stream(torch.cuda.Stream()):
+        off.reload()
+    assert weight.eq(3).all()
+    del holder
+
+
 def test_a_failed_registration_does_not_reach_the_next_kernel() -> None:
     from torch_offload import device, host_memory
 

@@ -225,14 +225,21 @@ def test_what_is_still_being_saved_is_not_overwritten_by_the_next_offload(device
     assert torch.equal(saved, wanted)
 
 
-def test_a_multiprocessing_queue_gets_the_values(device: str, model: nn.Module) -> None:
+def test_a_multiprocessing_queue_gets_the_values_and_who_reads_it_writes_his_own(device: str, model: nn.Module) -> None:
     context = torch.multiprocessing.get_context("fork")
     wanted = model[0].weight.detach().cpu().clone()
     with offloaded(model, device=device):
         queue = context.SimpleQueue()
-        queue.put(model[0].weight.detach())
-        assert torch.equal(queue.get(), wanted)
-        assert torch.equal(model[0].weight.cpu(), wanted)
+        for _ in range(2):
+            queue.put(model[0].weight.detach())
+            got = queue.get()
+            assert torch.equal(got, wanted)
+            got.fill_(7)  # shared memory, which another process may write
+            assert torch.equal(model[0].weight.cpu(), wanted)
+            file = io.BytesIO()
+            torch.save(model.state_dict(), file)
+            file.seek(0)
+            assert torch.equal(torch.load(file)["0.weight"], wanted)
     assert torch.equal(model[0].weight.cpu(), wanted)
 
 

@@ -77,7 +77,7 @@ def _mixed(rows: torch.Tensor, first_row: int, count: int | None = None) -> torc
 def _weights(device: torch.device) -> torch.Tensor:
     """int8 tensor of shape ``(ROW, _SUMS)``, its columns contiguous: fixed numbers from -127 to 127 without 0."""
     with torch.inference_mode(False):
-        mixed = _mix(torch.arange(1, ROW * _SUMS + 1) * wrapped(_GOLDEN))
+        mixed = _mix(torch.arange(1, ROW * _SUMS + 1, device="cpu") * wrapped(_GOLDEN))
         drawn = _shifted(mixed, 33) % 254 - 127
         weights = drawn + (drawn >= 0)
         return weights.to(torch.int8).view(_SUMS, ROW).to(device).t()

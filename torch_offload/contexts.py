@@ -17,7 +17,7 @@ from typing import Generic, TypeVar
 from . import ledger
 from .errors import TransitionError
 from .interrupts import Deferred
-from .transition import Aim, PreparedOffload, Scope, bring_back
+from .transition import Aim, Scope, bring_back, put_away
 
 _Given = TypeVar("_Given")
 _Function = TypeVar("_Function", bound=Callable[..., object])
@@ -48,11 +48,13 @@ class Context(Generic[_Given]):
                 with Deferred(), ledger.LOCK:
                     self._close()
             raise
+        self._scope.log()
         return self._given
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None) -> None:
         with Deferred(), ledger.LOCK:
             self._close()
+        self._scope.log()
 
     def __call__(self, function: _Function) -> _Function:
         name = getattr(function, "__qualname__", repr(function))
@@ -77,7 +79,7 @@ class Context(Generic[_Given]):
         report = self._scope.report
         try:
             if self._away:
-                PreparedOffload(self._scope, self._chosen, Aim(self._scope.away(plus=self._chosen))).commit()
+                put_away(self._scope, self._chosen, Aim(self._scope.away(plus=self._chosen)))
             else:
                 bring_back(self._scope, self._chosen, Aim(self._scope.away(minus=self._chosen)))
         except BaseException:
@@ -129,10 +131,15 @@ class _Frame:
         now, then = self._scope.away(), self._aim.away
         alive = [id(each) for each in self._scope.alive() if id(each) in then]
         gone = frozenset[str]().union(*(then[key] - now[key] for key in alive))
-        if gone or any(
-            was_offloaded and (storage := reference()) is not None and not ledger.is_offloaded(storage)
+        come = frozenset[str]().union(*(now[key] - then[key] for key in alive))
+        changed = {
+            was_offloaded
             for reference, was_offloaded in self._aim.exactly.values()
-        ):
-            PreparedOffload(self._scope, gone, self._aim, check=False).commit()
-        bring_back(self._scope, frozenset[str]().union(*(now[key] - then[key] for key in alive)), self._aim)
+            if (storage := reference()) is not None and ledger.is_offloaded(storage) != was_offloaded
+        }
+        goes = bool(gone) or True in changed
+        if goes:
+            put_away(self._scope, gone, self._aim, check=False)
+        if come or False in changed or not goes:
+            bring_back(self._scope, come, self._aim)
         del held

@@ -8,6 +8,8 @@ from typing import Any
 
 import torch
 
+from .errors import TransitionError
+
 CPU = torch.device("cpu")
 _PORTABLE = 1  # cudaHostRegisterPortable
 
@@ -34,9 +36,21 @@ def accelerators(devices: Iterable[torch.device]) -> list[torch.device]:
 
 
 def synchronize(devices: Iterable[torch.device]) -> None:
-    """Wait for all streams of these devices."""
+    """Wait for all streams of these devices.
+
+    Raises:
+        TransitionError: a stream other than the current one is capturing a graph, and this call broke the capture.
+    """
     for device in accelerators(devices):
-        torch.accelerator.synchronize(device)
+        try:
+            torch.accelerator.synchronize(device)
+        except RuntimeError as error:
+            if "capturing" not in str(error):
+                raise
+            raise TransitionError(
+                "another thread is capturing a CUDA graph. Nothing was moved, but waiting for the device broke that capture: "
+                "record it again, and offload or reload before or after it"
+            ) from error
 
 
 def empty_cache(devices: Iterable[torch.device]) -> None:
@@ -74,7 +88,7 @@ def is_out_of_memory(error: RuntimeError) -> bool:
 
 
 def is_capturing(device: torch.device) -> bool:
-    """Whether the current stream records a graph; a wait or an allocation would break that capture."""
+    """Whether the current stream of this thread records a graph; a wait or an allocation would break that capture."""
     return device.type == "cuda" and torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()  # type: ignore[no-untyped-call]
 
 

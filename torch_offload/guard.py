@@ -11,8 +11,9 @@ references with an error that names nothing.
 
 [Note: what asks no class]
 A backward through a graph that was built before reads its saved tensors, and accumulates into gradients, in C++. The version
-counters of guarded tensors are moved while they are offloaded and put back afterwards, so a saved tensor is refused before it
-is read; a hook on the parameter of an offloaded gradient raises before accumulation.
+counters of guarded tensors are moved far away while they are offloaded and back afterwards, so a saved tensor is refused
+before it is read; a hook on every leaf whose gradient is offloaded raises before accumulation. Views share a counter, whose
+value says whether it was moved.
 """
 
 from __future__ import annotations
@@ -26,9 +27,10 @@ import torch
 from . import ledger, serving
 from .errors import OffloadedTensorError, UnsupportedTargetError
 from .ledger import Entry
-from .storage import plainly
+from .storage import attribute, plainly
 
 _TAG = "_torch_offload_guard"
+_FAR = 2**30  # more than any tensor is changed in place; counters have 32 bits
 
 
 class Guard:
@@ -36,22 +38,22 @@ class Guard:
 
     Attributes:
         cls: its class.
-        version: its version counter; None for what has none, or is a new alias, which no graph can have saved.
         name: for messages.
         entry: the ledger's entry of its storage.
+        is_new: whether it is an alias that was made while offloaded.
     """
 
-    __slots__ = ("__weakref__", "_tensor", "cls", "entry", "name", "version")
+    __slots__ = ("__weakref__", "_tensor", "cls", "entry", "is_new", "name")
 
-    def __init__(self, tensor: torch.Tensor, name: str, entry: Entry, version: int | None) -> None:
+    def __init__(self, tensor: torch.Tensor, name: str, entry: Entry, *, is_new: bool = False) -> None:
         is_parameter = isinstance(tensor, torch.nn.Parameter)
         self._tensor: Callable[[], torch.Tensor | None] = (lambda: tensor) if is_parameter else weakref.ref(tensor)
-        self.cls, self.version, self.name, self.entry = type(tensor), version, name, entry
+        self.cls, self.name, self.entry, self.is_new = type(tensor), name, entry, is_new
         guarded = _guarded_class(self.cls, name)
-        entry.guards.append(weakref.ref(self))
+        entry.guards.append(weakref.ref(self, entry.guards.remove))
         tensor.__dict__[_TAG] = self
-        if version is not None:
-            _set_version(tensor, version + 1)
+        if not is_new:
+            _move_version(tensor, _FAR)
         tensor.__class__ = guarded
 
     def lift(self) -> None:
@@ -59,8 +61,7 @@ class Guard:
         tensor = self._tensor()
         if tensor is None:
             return
-        if self.version is not None:
-            _set_version(tensor, self.version + self.entry.writes)
+        _move_version(tensor, self.entry.writes - _FAR)
         if type(tensor) in _bases:
             tensor.__class__ = self.cls
         tensor.__dict__.pop(_TAG, None)
@@ -72,15 +73,12 @@ def guard(tensors: Iterable[tuple[torch.Tensor, str]], entry: Entry) -> None:
     Raises:
         UnsupportedTargetError: the class of one cannot be exchanged.
     """
-    fresh: dict[int, tuple[torch.Tensor, str, int | None]] = {}
     for tensor, name in tensors:
         found = guard_of(tensor)
         if found is not None and found.entry is not entry:  # left by an interrupted reload
             found.lift()
-        if guard_of(tensor) is None and id(tensor) not in fresh:
-            fresh[id(tensor)] = tensor, name, None if tensor.is_inference() else tensor._version
-    for tensor, name, version in fresh.values():  # versions were read first: views share one counter
-        Guard(tensor, name, entry, version)
+        if guard_of(tensor) is None:
+            Guard(tensor, name, entry)
 
 
 def guard_of(tensor: torch.Tensor) -> Guard | None:
@@ -90,7 +88,7 @@ def guard_of(tensor: torch.Tensor) -> Guard | None:
 
 def lift(entry: Entry) -> None:
     """Free every tensor that was guarded for this entry, newest first. Calling it twice is harmless."""
-    for reference in reversed(entry.guards):
+    for reference in entry.guards[::-1]:  # a copy: those that die leave the list
         found = reference()
         if found is not None:
             found.lift()
@@ -136,8 +134,16 @@ class Barrier:
                 del hooks[key]
 
 
-def _set_version(tensor: torch.Tensor, version: int) -> None:
-    torch._C._autograd._unsafe_set_version_counter((tensor,), (version,))
+def _move_version(tensor: torch.Tensor, by: int) -> None:
+    """Move the tensor's version counter there or back, unless it is there or back already.
+
+    What was made in inference mode has none, and no graph can have saved it.
+    """
+    if plainly(torch.Tensor.is_inference, tensor):
+        return
+    version = attribute(tensor, "_version")
+    if (version < _FAR) == (by > 0):
+        torch._C._autograd._unsafe_set_version_counter((tensor,), (version + by,))
 
 
 # The guarded classes ---------------------------------------------------------------------------------------------------
@@ -174,7 +180,8 @@ def _guarded_class(base: type, name: str) -> type:
 def _torch_function(_cls: type, func: Any, _types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
     kwargs = kwargs or {}
     things = (*args, *kwargs.values())
-    if serving.is_metadata(func, args) and not (serving.makes_leaf(func, args) and any(map(_is_new, _guards_in(things)))):
+    makes_leaf = serving.makes_leaf(func, args) and any(guard.is_new for guard in _guards_in(things))
+    if serving.is_metadata(func, args) and not makes_leaf:
         return plainly(func, *args, **kwargs)
     was_guarded = any(_guards_in(things))
     with ledger.LOCK:
@@ -201,11 +208,6 @@ def _answer(func: Any, found: Sequence[Guard], args: tuple[Any, ...], kwargs: di
     if not found:
         raise OffloadedTensorError(f"{what} an offloaded tensor, handed over in a container. Call reload() first")
     raise _refusal(what, found[0].name, found[0].entry)
-
-
-def _is_new(guard: Guard) -> bool:
-    """Whether the tensor was made while offloaded: an alias, which is to stay a plain tensor."""
-    return guard.version is None and issubclass(guard.cls, torch.Tensor) and not issubclass(guard.cls, torch.nn.Parameter)
 
 
 def _guards_in(things: Iterable[Any]) -> Iterator[Guard]:
@@ -241,7 +243,7 @@ def _served(guard: Guard) -> Entry:
 
 def _alias(source: Guard, tensor: torch.Tensor) -> torch.Tensor:
     """Guard an alias that was made while offloaded."""
-    Guard(tensor, source.name, source.entry, version=None)
+    Guard(tensor, source.name, source.entry, is_new=True)
     return tensor
 
 
@@ -291,7 +293,7 @@ def _reduce_ex(self: torch.Tensor, protocol: Any) -> Any:
     with ledger.LOCK:
         found = guard_of(self)
         if found is not None and found.entry.holds_tensors():
-            host: Any = serving.host_view(self, _served(found).host_storage())
+            host: Any = serving.host_view(self, _served(found).export())
             host.requires_grad_(self.requires_grad)
             host.__class__ = found.cls
             host.__dict__.update({key: value for key, value in self.__dict__.items() if key != _TAG})

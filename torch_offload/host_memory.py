@@ -17,6 +17,7 @@ import atexit
 import collections
 import contextlib
 import ctypes
+import gc
 import mmap
 import os
 import warnings
@@ -34,7 +35,7 @@ PAGE = mmap.PAGESIZE
 _TOUCH = 64 * 2**20
 
 _buffers: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()
-_retired: collections.deque[tuple[int, int, Any]] = collections.deque()
+_retired: collections.deque[tuple[int, Any]] = collections.deque()
 _exiting = False
 
 
@@ -100,7 +101,10 @@ def map_pages(nbytes: int) -> mmap.mmap:
 
 
 def touch(pages: Any, pointer: int, nbytes: int) -> None:
-    """Make the operating system supply every page now, by several threads at once."""
+    """Make the operating system supply every page now, by several threads at once.
+
+    The garbage collector rests meanwhile: in one of the threads it would run finalizers, which may wait for whoever waits here.
+    """
 
     def zero(offset: int) -> None:
         assert pages is not None  # held here: an interrupted caller must not unmap under this thread
@@ -108,18 +112,23 @@ def touch(pages: Any, pointer: int, nbytes: int) -> None:
 
     offsets = range(0, nbytes, _TOUCH)
     workers = min(len(offsets), len(os.sched_getaffinity(0)), 16)
+    collects = gc.isenabled()
+    gc.disable()
     try:
         with ThreadPoolExecutor(workers) as pool:
             list(pool.map(zero, offsets))
     except RuntimeError:  # no new threads while the interpreter shuts down
         for offset in offsets:
             zero(offset)
+    finally:
+        if collects:
+            gc.enable()
 
 
 def _torch_pinned(nbytes: int) -> Any:
     """Memory from torch's own pinned allocator, as a buffer; None where it refuses."""
     try:
-        tensor = torch.empty(nbytes, dtype=torch.uint8, pin_memory=True)
+        tensor = torch.empty(nbytes, dtype=torch.uint8, device="cpu", pin_memory=True)
     except RuntimeError:
         return None
     buffer: Any = (ctypes.c_ubyte * nbytes).from_address(tensor.data_ptr())
@@ -144,20 +153,19 @@ def _retire(pid: int, pointer: int, buffer: Any) -> None:
     if _exiting:
         devices.unregister_host(pointer)
     else:
-        _retired.append((pid, pointer, buffer))
+        _retired.append((pointer, buffer))
 
 
 def drain() -> None:
-    """Unregister and unmap the pinned blocks that died since the last call, unless that would break a capture."""
+    """Unregister and unmap the pinned blocks that died since the last call, unless the current stream is capturing."""
     while _retired and not devices.is_capturing(torch.device("cuda")):
-        pid, pointer, _buffer = _retired.popleft()
-        if pid == os.getpid():
-            devices.unregister_host(pointer)
+        pointer, _buffer = _retired.popleft()
+        devices.unregister_host(pointer)
 
 
 def _disown() -> None:
     """In a forked child: let nothing unmap the parent's pages, by keeping their buffers for good."""
-    for buffer in [*_buffers.values(), *(buffer for *_, buffer in _retired)]:
+    for buffer in [*_buffers.values(), *(buffer for _, buffer in _retired)]:
         ctypes.pythonapi.Py_IncRef(ctypes.py_object(buffer))
     _retired.clear()
 

@@ -23,23 +23,35 @@ class Deferred:
     """
 
     def __init__(self) -> None:
-        self.noted: list[int] = []
+        self._noted: list[int] = []
         self._handlers: dict[int, Any] = {}
 
     def __enter__(self) -> Deferred:
-        if threading.current_thread() is threading.main_thread():
-            for number in _SIGNALS:
-                handler = signal.getsignal(number)
-                if callable(handler):
-                    self._handlers[number] = handler
-                    signal.signal(number, self._note)
+        try:
+            if threading.current_thread() is threading.main_thread():
+                for number in _SIGNALS:
+                    handler = signal.getsignal(number)
+                    if callable(handler):
+                        self._handlers[number] = handler
+                        signal.signal(number, self._note)
+        except BaseException:  # from the handler of a signal whose turn had not come
+            self.__exit__()
+            raise
         return self
 
     def __exit__(self, *_: object) -> None:
-        for number, handler in self._handlers.items():
-            signal.signal(number, handler)
-        for number in dict.fromkeys(self.noted):
-            signal.raise_signal(number)
+        """Set every handler again and raise every signal that was noted, whatever the handlers raise meanwhile."""
+        try:
+            while self._handlers:
+                number, handler = next(iter(self._handlers.items()))
+                signal.signal(number, handler)
+                del self._handlers[number]
+            while self._noted:
+                signal.raise_signal(self._noted.pop(0))
+        finally:
+            if self._handlers or self._noted:
+                self.__exit__()
 
     def _note(self, number: int, _frame: FrameType | None) -> None:  # the frame would keep its tensors alive
-        self.noted.append(number)
+        if number not in self._noted:
+            self._noted.append(number)

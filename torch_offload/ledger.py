@@ -76,6 +76,7 @@ class Entry:
         self.pid = os.getpid()
         self._exports: list[weakref.ref[Storage]] = []
         self._export: Storage | None = None
+        self._shared: list[Storage] = []
 
     @property
     def offloaded(self) -> bool:
@@ -100,22 +101,30 @@ class Entry:
             TransitionError: this is another process than the one that offloaded.
         """
         if self.pid != os.getpid():
+            what = "offloaded" if self.offloaded else "prepared"
             raise TransitionError(
-                f"{self.name!r} was offloaded by process {self.pid}, and its mirror is not in this forked child. Reload "
-                "before you fork, or read it in the parent"
+                f"{self.name!r} was {what} by process {self.pid}, and its mirror is not in this forked child. Reload (or "
+                "abandon) before you fork, or read it in the parent"
             )
 
     def host_storage(self) -> Storage:
-        """A host storage of exactly ``nbytes`` bytes that shares the mirror's memory; the same one until that is written.
-
-        Handed to whoever saves. `multiprocessing` may move it to shared memory, which must not move the mirror, and closes
-        its file once nothing refers to it, so it is kept here.
-        """
+        """A new host storage of exactly ``nbytes`` bytes that shares the mirror's memory; zeros for what was discarded."""
         self.check_process()
         if self.slot is None:
             return torch.zeros(self.nbytes, dtype=torch.uint8, device="cpu").untyped_storage()
-        if self._export is None:
-            self._export = self.slot.bytes().untyped_storage()
+        return self.slot.bytes().untyped_storage()
+
+    def export(self) -> Storage:
+        """`host_storage` for whoever saves: the same one for all tensors, until the mirror is written.
+
+        `multiprocessing` moves what it sends to shared memory, where others may write it, and closes its file once nothing
+        refers to it: then the next one gets a new storage, and the old one is kept.
+        """
+        if self.slot is None:
+            return self.host_storage()
+        if self._export is None or self._export.is_shared():
+            self._end_export()
+            self._export = self.host_storage()
             self._exports.append(weakref.ref(self._export))
             weakref.finalize(self._export, _keep, self.slot).atexit = False  # the slot's place is taken until then
         return self._export
@@ -123,6 +132,11 @@ class Entry:
     def written(self) -> None:
         """Note that the mirror's bytes were changed on purpose."""
         self.writes += 1
+        self._end_export()
+
+    def _end_export(self) -> None:
+        if self._export is not None and self._export.is_shared():
+            self._shared.append(self._export)
         self._export = None
 
     def remove_barriers(self, *, needed: bool) -> None:
@@ -141,6 +155,7 @@ class Entry:
         mirror = self.mirror()
         if self.slot is not None and mirror is not None:
             self._export = None
+            self._shared.clear()
             if all(export() is None for export in self._exports):
                 mirror.give(self.slot)
         if self.is_current():

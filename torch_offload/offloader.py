@@ -16,7 +16,7 @@ from .plan import Plan
 from .report import Residency, TransitionReport
 from .storage import storage_of
 from .strategies import strategies_for
-from .transition import Aim, PreparedOffload, Scope, bring_back, reload_entries
+from .transition import Aim, PreparedOffload, Scope, bring_back, prepare, put_away, reload_entries
 
 Components = Iterable[str] | str | None
 
@@ -64,7 +64,9 @@ class Offloader:
             ValueError: an unknown component.
         """
         with Deferred(), ledger.LOCK:
-            return self._prepared(components).commit()
+            report = put_away(self._scope, *self._offload(components))
+        self._scope.log()
+        return report
 
     def prepare(self, components: Components = None) -> PreparedOffload:
         """Do everything of `offload` that can fail, and free nothing yet: for ranks that must agree first.
@@ -73,7 +75,7 @@ class Offloader:
         raise. Raises as `offload` does.
         """
         with Deferred(), ledger.LOCK:
-            return self._prepared(components).wait()
+            return prepare(self._scope, *self._offload(components))
 
     def reload(self, components: Components = None) -> TransitionReport:
         """Bring these components (all by default) back: allocate, copy, wait, verify. Idempotent; all or nothing.
@@ -87,7 +89,9 @@ class Offloader:
         """
         with Deferred(), ledger.LOCK:
             chosen = self._chosen(components)
-            return bring_back(self._scope, chosen, Aim(self._scope.away(minus=chosen)))
+            report = bring_back(self._scope, chosen, Aim(self._scope.away(minus=chosen)))
+        self._scope.log()
+        return report
 
     def close(self) -> None:
         """Reload what is away and give the host memory back to the operating system; the next `offload` builds it anew.
@@ -107,6 +111,7 @@ class Offloader:
                 for mirror in state.mirrors.values():
                     mirror.close()
             self._scope.known.clear()
+        self._scope.log()
 
     def offloaded(self, components: Components = None) -> Context[Offloader]:
         """A context in which these components are away; see `torch_offload.offloaded`."""
@@ -140,9 +145,9 @@ class Offloader:
             ledger.drain()
             return sum(row.nbytes for row in self._scope.mirrors())
 
-    def _prepared(self, components: Components) -> PreparedOffload:
+    def _offload(self, components: Components) -> tuple[frozenset[str], Aim]:
         chosen = self._chosen(components)
-        return PreparedOffload(self._scope, chosen, Aim(self._scope.away(plus=chosen)))
+        return chosen, Aim(self._scope.away(plus=chosen))
 
     def _chosen(self, components: Components) -> frozenset[str]:
         if components is None:

@@ -14,7 +14,7 @@ from . import ledger
 from .errors import MirrorMismatchError, SharedStorageError, UnsupportedTargetError
 from .ledger import Entry, Key
 from .report import LeftRow
-from .storage import Holding, Storage, Verdict, advice, examine, storage_of
+from .storage import Holding, Storage, Verdict, address_of, advice, attribute, examine, gradient_of, storage_of
 from .strategies.base import Claim, Strategy
 from .transfer import Move
 
@@ -34,6 +34,10 @@ class Named:
         """What the claim is called within its target, whatever other targets are named with it."""
         return (0 if self.claim.of is None else id(self.claim.of), self.claim.name)
 
+    def tensors(self) -> list[torch.Tensor]:
+        """The claimed tensor and the one that it belongs to."""
+        return [self.claim.tensor] if self.claim.of is None else [self.claim.tensor, self.claim.of]
+
 
 @dataclasses.dataclass(eq=False)
 class Planned:
@@ -44,12 +48,14 @@ class Planned:
         nbytes: its size in bytes when resident.
         claims: at least one.
         aliases: further tensors that strategies know on it.
+        leaves: tensors that somebody claims, or whose gradient somebody claims, with their gradient on it.
     """
 
     storage: Storage
     nbytes: int
     claims: list[Named]
     aliases: list[torch.Tensor] = dataclasses.field(default_factory=list)
+    leaves: list[torch.Tensor] = dataclasses.field(default_factory=list)
 
     @property
     def name(self) -> str:
@@ -81,15 +87,12 @@ class Planned:
         return any(named.claim.component == component for named in self.claims)
 
     def known(self) -> list[torch.Tensor]:
-        return [*(named.claim.tensor for named in self.claims), *self.aliases]
-
-    def _gradients(self) -> dict[int, tuple[torch.Tensor, str]]:
-        """The parameters whose gradient is on this storage, each once, with the gradient's name."""
-        found = [(named.claim.of, named) for named in self.claims if named.claim.of is not None]
-        return {id(owner): (owner, named.name) for owner, named in found if owner.grad is named.claim.tensor}
+        """The tensors on it, and the leaves whose gradients are on it."""
+        return [*(named.claim.tensor for named in self.claims), *self.aliases, *self.leaves]
 
     def move(self, verdict: Verdict) -> Move:
         """How to offload it, guarding the aliases that the checker found as well."""
+        names = {id(named.claim.tensor): named.name for named in self.claims}
         tensors = [(named.claim.tensor, named.name) for named in self.claims]
         tensors += [(alias, self.name) for alias in (*self.aliases, *verdict.aliases)]
         first = self.claims[0].strategy
@@ -98,7 +101,7 @@ class Planned:
             name=self.name,
             mirror=ledger.state_of(first.target).mirror_for(self.storage.device),
             tensors=tensors,
-            gradients=list(self._gradients().values()),
+            gradients=[(leaf, names.get(id(gradient_of(leaf)), self.name)) for leaf in (*self.leaves, *verdict.leaves)],
             claims=[
                 (weakref.ref(ledger.state_of(named.strategy.target)), named.claim.component, named.key) for named in self.claims
             ],
@@ -139,6 +142,11 @@ class Plan:
                 planned = self.storages.get(storage_of(alias)._cdata)
                 if planned is not None:
                     planned.aliases.append(alias)
+        for leaf in {id(each): each for named in self.claims for each in named.tensors()}.values():
+            gradient = gradient_of(leaf)
+            planned = None if gradient is None else self.storages.get(address_of(gradient))
+            if planned is not None:
+                planned.leaves.append(leaf)
 
     def _add_elsewhere(self, named: Named, nbytes: int, reason: str) -> None:
         self.elsewhere.append(LeftRow(named.name, nbytes, reason))
@@ -253,17 +261,16 @@ def _storage(named: Named) -> Storage | None:
         raise UnsupportedTargetError(f"{named.name!r} is a {type(tensor).__name__}, not a tensor. Nothing was touched")
     if problem := _unsupported(tensor):
         raise UnsupportedTargetError(f"{named.name!r} {problem}. Nothing was touched")
-    return storage_of(tensor) if tensor.layout is torch.strided else None
+    return storage_of(tensor) if attribute(tensor, "layout") is torch.strided else None
 
 
 def _unsupported(tensor: torch.Tensor) -> str | None:
     if torch.nn.parameter.is_lazy(tensor):
         return "is not initialised yet. Run a forward first"
     fake = getattr(sys.modules.get("torch._subclasses.fake_tensor"), "FakeTensor", None)
-    if tensor.is_meta or (fake is not None and isinstance(tensor, fake)):
-        return (
-            f"is a {'meta' if tensor.is_meta else 'fake'} tensor and has no memory to offload. Materialise it (to_empty) first"
-        )
+    is_meta = attribute(tensor, "is_meta")
+    if is_meta or (fake is not None and isinstance(tensor, fake)):
+        return f"is a {'meta' if is_meta else 'fake'} tensor and has no memory to offload. Materialise it (to_empty) first"
     if torch.utils._python_dispatch.is_traceable_wrapper_subclass(tensor):
         return f"is a {type(tensor).__name__}, which wraps other tensors, and no strategy here reaches into it"
     return None

@@ -14,7 +14,7 @@ class Residency(enum.Enum):
 
     RESIDENT = "resident"  # on the device; usable
     OFFLOADED = "offloaded"  # in the mirror alone; no device memory
-    LEFT = "left"  # away, but some of its storages stayed on the device, for the reasons in the report
+    LEFT = "left"  # some of its storages are on the device: left for the reasons in the report, or of a target that is not away
 
 
 @dataclasses.dataclass(frozen=True)

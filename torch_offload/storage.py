@@ -35,12 +35,32 @@ def plainly(function: Callable[..., Any], *args: Any, **keywords: Any) -> Any:
     return torch._C._disabled_torch_function_impl(function, (), args, keywords)
 
 
+def attribute(tensor: torch.Tensor, name: str) -> Any:
+    """An attribute that torch gives every tensor, asked past every Python subclass."""
+    return plainly(getattr(torch.Tensor, name).__get__, tensor)
+
+
 # The verbs -------------------------------------------------------------------------------------------------------------
 
 
 def storage_of(tensor: torch.Tensor) -> Storage:
     """The tensor's storage, asked past every Python subclass."""
     found: Storage = plainly(torch.Tensor.untyped_storage, tensor)
+    return found
+
+
+def address_of(tensor: torch.Tensor) -> int:
+    """The address of the tensor's storage; 0 if it has no single one."""
+    try:
+        return int(storage_of(tensor)._cdata)
+    except (NotImplementedError, RuntimeError):  # sparse, fake and functional tensors have no storage of their own
+        return 0
+
+
+def gradient_of(tensor: torch.Tensor) -> torch.Tensor | None:
+    """The gradient of a tensor that keeps one; asking others for theirs would warn."""
+    keeps = attribute(tensor, "is_leaf") or attribute(tensor, "retains_grad")
+    found: torch.Tensor | None = attribute(tensor, "grad") if keeps else None
     return found
 
 
@@ -94,11 +114,13 @@ class Verdict:
         holding: the kind of answer.
         reasons: one sentence per kind of holder, with names where there are any.
         aliases: the tensors beyond the known ones that Python can reach, to be guarded if the storage is freed.
+        leaves: the tensors beyond the known ones into whose gradient, on this storage, a backward would accumulate in C++.
     """
 
     holding: Holding
     reasons: tuple[str, ...] = ()
     aliases: tuple[torch.Tensor, ...] = ()
+    leaves: tuple[torch.Tensor, ...] = ()
 
     def __bool__(self) -> bool:
         return self.holding is Holding.EXCLUSIVE
@@ -120,7 +142,7 @@ def is_exclusive(tensor: torch.Tensor, known: Iterable[torch.Tensor] = ()) -> Ve
 
     Args:
         tensor: any tensor with a storage.
-        known: other tensors that the caller vouches for; those on other storages are ignored.
+        known: other tensors that the caller vouches for: those on the storage, and leaves whose gradient is on it.
 
     Returns:
         A `Verdict`, truthy or falsy, with reasons. Neither synchronises nor allocates on the device; may run the garbage
@@ -178,6 +200,8 @@ class _Case:
         self.storage = storage
         self.fixed = _not_resizable(storage)
         self.known = {id(tensor): tensor for tensor in known if storage_of(tensor) is storage}
+        self.known_leaves = {id(tensor): tensor for tensor in known if gradient_of(tensor) is not None}
+        self.leaves: dict[int, torch.Tensor] = {}  # found beyond the known ones
         self.visible: dict[int, torch.Tensor] = {}  # found beyond the known ones
         self.owners: dict[int, str] = {}  # those of them that a module owns, by name
         self.quiet: dict[int, torch.Tensor] = {}  # bases that nobody refers to but their views
@@ -186,8 +210,8 @@ class _Case:
         self.initial = self.unexplained()
 
     def _add_base(self, tensor: torch.Tensor) -> None:
-        is_quiet = sys.getrefcount(tensor._base) <= _UNREFERENCED  # asked before this function refers to it as well
-        base = tensor._base
+        is_quiet = sys.getrefcount(attribute(tensor, "_base")) <= _UNREFERENCED  # before this function refers to it as well
+        base = attribute(tensor, "_base")
         if base is None or id(base) in self.known | self.quiet or storage_of(base) is not self.storage:
             return
         (self.quiet if is_quiet else self.visible)[id(base)] = base
@@ -197,12 +221,18 @@ class _Case:
         count = _use_count(self.storage)
         return None if count is None else count - len(self.known | self.visible | self.quiet)
 
+    def has_unknown_leaf(self) -> bool:
+        """Whether C++ refers to a tensor on the storage more often than the leaves explain that are known or found."""
+        gradients = [id(gradient_of(leaf)) for leaf in {**self.known_leaves, **self.leaves}.values()]
+        tensors = {**self.known, **self.visible}.items()
+        return any(_references_from_cpp(tensor) > gradients.count(key) for key, tensor in tensors)
+
     def is_doubtful(self) -> bool:
         """Whether somebody beyond the known tensors may hold the storage."""
-        return self.fixed is None and (self.initial != 0 or bool(self.visible))
+        return self.fixed is None and (self.initial != 0 or bool(self.visible) or self.has_unknown_leaf())
 
     def remembered(self) -> bool:
-        """Take over the tensors that an earlier look found; whether they explain every holder."""
+        """Take over what an earlier look found; whether that explains every holder."""
         past = _seen.get(self.storage._cdata)
         if past is None or past.storage() is not self.storage:
             return False
@@ -213,13 +243,17 @@ class _Case:
             self.visible[id(tensor)] = tensor
             if owner is not None:
                 self.owners[id(tensor)] = owner
-        return self.unexplained() == 0
+        for reference in past.leaves:
+            leaf = reference()
+            if leaf is not None and id(leaf) not in self.known_leaves:
+                self.leaves[id(leaf)] = leaf
+        return self.unexplained() == 0 and not self.has_unknown_leaf()
 
     def remember(self) -> None:
         for key in [key for key, past in _seen.items() if past.storage() is None]:
             del _seen[key]
         found = [(weakref.ref(tensor), self.owners.get(key)) for key, tensor in self.visible.items()]
-        _seen[self.storage._cdata] = _Seen(weakref.ref(self.storage), found)
+        _seen[self.storage._cdata] = _Seen(weakref.ref(self.storage), found, list(map(weakref.ref, self.leaves.values())))
 
     def verdict(self) -> Verdict:
         if self.fixed is not None:
@@ -229,9 +263,11 @@ class _Case:
         if others := [tensor for key, tensor in self.visible.items() if key not in self.owners]:
             holding = Holding.ALIASED
             reasons.append("other tensors on it: " + ", ".join(_described(tensor) for tensor in others[:5]))
-        if self.owners:
+        leaves = [leaf for leaf in self.leaves.values() if id(gradient_of(leaf)) in {**self.known, **self.visible}]
+        users = {*self.owners.values(), *(f"the gradient of a {_described(leaf)}" for leaf in leaves)}
+        if users:
             holding = Holding.IN_USE
-            reasons.append(f"used outside the targets: {listed(sorted(set(self.owners.values())))}")
+            reasons.append(f"used outside the targets: {listed(sorted(users))}")
         unexplained = self.unexplained()
         if unexplained is None:
             holding = Holding.HELD
@@ -240,22 +276,23 @@ class _Case:
             holding = Holding.HELD
             nbytes = gib(self.storage.nbytes())
             reasons.append(f"{unexplained} holder(s) without a Python name keep {nbytes}")
-        return Verdict(holding, tuple(reasons), aliases)
+        return Verdict(holding, tuple(reasons), aliases, tuple(leaves))
 
 
 @dataclasses.dataclass(frozen=True)
 class _Seen:
-    """The tensors that a look at the heap found on a storage, and who owns each; held weakly."""
+    """The tensors that a look at the heap found on a storage, who owns each, and leaves with such a gradient; held weakly."""
 
     storage: weakref.ref[Storage]
     visible: list[tuple[weakref.ref[torch.Tensor], str | None]]
+    leaves: list[weakref.ref[torch.Tensor]]
 
 
 _seen: dict[int, _Seen] = {}
 
 
 def _look(cases: Iterable[_Case]) -> None:
-    """Find the tensors on these storages that the garbage collector can see, and the modules that own them.
+    """Find the tensors on these storages that the garbage collector can see, their leaves, and the modules that own them.
 
     `isinstance` would run `__class__` properties of foreign objects, so types are asked.
     """
@@ -264,42 +301,32 @@ def _look(cases: Iterable[_Case]) -> None:
     for thing in gc.get_objects():
         kind = type(thing)
         if issubclass(kind, torch.Tensor):
-            case = by_storage.get(_storage_address(thing))
+            case = by_storage.get(address_of(thing))
             if case is not None and id(thing) not in case.known:
                 case.visible[id(thing)] = thing
                 case.quiet.pop(id(thing), None)
-            if _gradient_of(thing) is not None:
+            if gradient_of(thing) is not None:
                 leaves.append(thing)
         elif issubclass(kind, torch.nn.Module):
             modules.append(thing)
-    wanted = {key: case for case in by_storage.values() for key in case.visible}
-    for leaf in leaves:  # a backward would accumulate into it in C++
-        key = id(_gradient_of(leaf))
-        if key in wanted:
-            wanted[key].owners[key] = f"the gradient of a {_described(leaf)}"
+    wanted = {key: case for case in by_storage.values() for key in {**case.known, **case.visible}}
+    for leaf in leaves:
+        case = wanted.get(id(gradient_of(leaf)))
+        if case is not None and id(leaf) not in case.known_leaves:
+            case.leaves[id(leaf)] = leaf
     for module in modules:
         for table in ("_parameters", "_buffers"):
             for name, tensor in (module.__dict__.get(table) or {}).items():
-                if id(tensor) in wanted:
-                    wanted[id(tensor)].owners[id(tensor)] = f"{type(module).__name__}.{name}"
+                case = wanted.get(id(tensor))
+                if case is not None and id(tensor) in case.visible:
+                    case.owners[id(tensor)] = f"{type(module).__name__}.{name}"
 
 
-def _gradient_of(tensor: torch.Tensor) -> torch.Tensor | None:
-    is_leaf, gradient = torch.Tensor.is_leaf, torch.Tensor.grad
-    found: torch.Tensor | None = plainly(_getter(gradient), tensor) if plainly(_getter(is_leaf), tensor) else None
-    return found
-
-
-def _getter(member: Any) -> Callable[..., Any]:
-    getter: Callable[..., Any] = member.__get__
-    return getter
-
-
-def _storage_address(tensor: torch.Tensor) -> int:
-    try:
-        return int(storage_of(tensor)._cdata)
-    except (NotImplementedError, RuntimeError):  # sparse, fake and functional tensors have no storage of their own
-        return 0
+def _references_from_cpp(tensor: torch.Tensor) -> int:
+    """How many references to a tensor without gradients C++ holds: one for each leaf whose gradient it is, one for each graph
+    that saved it. 0 where this torch release does not count."""
+    count: Any = getattr(torch.Tensor, "_use_count", None)
+    return 0 if count is None or attribute(tensor, "requires_grad") else int(plainly(count, tensor)) - 1
 
 
 def _not_resizable(storage: Storage) -> str | None:
@@ -318,5 +345,5 @@ def _described(tensor: torch.Tensor) -> str:
     return f"{type(tensor).__name__} of shape {tuple(tensor.shape)}"
 
 
-_sample = torch.empty(2)[1:]
+_sample = torch.empty(2, device="cpu")[1:]
 _UNREFERENCED = sys.getrefcount(_sample._base)  # of a base that only its view keeps, in this torch and this Python

@@ -29,7 +29,7 @@ class Move:
         name: its name in messages.
         mirror: where its host memory comes from, unless a slot waits for it in another one.
         tensors: every tensor on it that can be made loud, with its name.
-        gradients: (parameter, name) of each gradient on it, for the barriers against a backward.
+        gradients: (leaf, name) of each gradient on it, for the barriers against a backward.
         claims: what `Entry.claims` is to hold.
         component: the component of its first claim.
         discard: give the bytes up; they come back as zeros.
@@ -111,14 +111,16 @@ class Prepared:
             self.copied_nbytes += entry.nbytes
         device.synchronize(self._devices)
 
-    def check_process(self) -> None:
-        """Raise in a forked child, which has no mirror.
+    def check(self) -> None:
+        """Raise unless `commit` can be called.
 
         Raises:
-            TransitionError: this is another process than the one that prepared.
+            TransitionError: this is another process than the one that prepared, or another transition undid it meanwhile.
         """
         for entry in self._entries:
             entry.check_process()
+            if not entry.is_current():
+                raise TransitionError(f"another transition undid what was prepared of {entry.name!r}; call prepare() again")
 
     def commit(self) -> None:
         """Free the device memory: every storage is offloaded, and wholly free segments are with the driver."""
@@ -182,6 +184,7 @@ def _fill(alive: Sequence[tuple[Entry, storage.Storage]], devices: Sequence[torc
         if verify and entry.slot is not None and entry.checksum is None:
             (entry.checksum,) = checksum.checksums([entry.slot.bytes()])
     views = _stage_all(alive)
+    device.synchronize(devices)  # the memory may be written still by what used it before on another stream
     for (entry, _), view in zip(alive, views, strict=True):
         if entry.slot is None:
             view.zero_()

@@ -6,6 +6,10 @@ committed, together with the hooks that depend on it.
 [Note: one at a time]
 The lock keeps other threads out. A signal handler, a finalizer or a hook may still start a transition in the thread that is
 inside one, on top of its frames; that is refused by looking for them, since a flag would stay set if the transition were cut.
+
+[Note: logging]
+A handler of the log has a lock of its own, in which it may format an offloaded tensor, which waits for ours. So lines are kept
+and logged when our lock is free again.
 """
 
 from __future__ import annotations
@@ -14,6 +18,7 @@ import contextlib
 import dataclasses
 import functools
 import logging
+import os
 import sys
 import time
 import weakref
@@ -66,6 +71,7 @@ class Scope:
         verify: whether bytes are checksummed.
         known: size in bytes and dtype of each parameter offloaded before, by strategy and name.
         report: of the last transition.
+        unlogged: the lines of transitions that `log` has not logged yet.
     """
 
     def __init__(self, strategies: Sequence[Strategy], device: torch.device, *, verify: bool) -> None:
@@ -74,6 +80,13 @@ class Scope:
         self.verify = verify
         self.known: dict[tuple[int, str], tuple[int, torch.dtype]] = {}
         self.report: TransitionReport | None = None
+        self.unlogged: list[str] = []
+
+    def log(self) -> None:
+        """See [Note: logging]."""
+        while self.unlogged:
+            with contextlib.suppress(Exception):  # a handler's own
+                _log.info("%s", self.unlogged.pop(0))
 
     def hold(self) -> list[object]:
         """The targets, for as long as the caller keeps the list: none of them dies in the middle of a transition."""
@@ -107,8 +120,8 @@ def state_of(strategy: Strategy) -> TargetState:
 class PreparedOffload:
     """An offload that has done everything that can fail, and freed nothing yet.
 
-    Until `commit` or `abandon` the tensors are guarded and other transitions raise. Dropped without either call, it is
-    abandoned when the next transition starts.
+    Made by `prepare`. Until `commit` or `abandon` the tensors are guarded and other transitions raise. Dropped without either
+    call, it is abandoned when the next transition starts.
     """
 
     def __init__(self, scope: Scope, chosen: frozenset[str], aim: Aim, *, check: bool = True) -> None:
@@ -122,15 +135,13 @@ class PreparedOffload:
         self._left += [_kept(each, aim) for each in resident if not aim.is_to_go(each) and each.is_wanted(aim.away)]
         self._nbytes = [move.storage.nbytes() for move in moves]
         self._measured = _Measured("offload", chosen, [each.storage.device for each in self._plan.storages.values()])
-        _set_barriers(scope, aim.away)
-        self._transfer: transfer.Prepared | None = transfer.Prepared(moves, verify=scope.verify, components=chosen)
+        try:
+            _set_barriers(scope, aim.away)
+            self._transfer: transfer.Prepared | None = transfer.Prepared(moves, verify=scope.verify, components=chosen)
+        except BaseException:
+            _settle(scope, scope.away())
+            raise
         self._measured.pause()
-
-    def wait(self) -> PreparedOffload:
-        """Have other transitions raise until `commit` or `abandon`; without this the next one abandons it."""
-        global _pending
-        _pending = weakref.ref(self)
-        return self
 
     def commit(self) -> TransitionReport:
         """Free the device memory. Cannot fail.
@@ -140,11 +151,16 @@ class PreparedOffload:
         """
         with Deferred(), ledger.LOCK:
             _refuse_on_top_of_another()
-            prepared, plan = self._taken()
-            self._measured.resume()
-            prepared.commit()
-            _settle(self._scope, self._aim.away)
-            return self._measured.report(self._scope, plan, self._nbytes, prepared.copied_nbytes, self._left)
+            report = self._commit()
+        self._scope.log()
+        return report
+
+    def _commit(self) -> TransitionReport:
+        prepared, plan = self._taken(prepared_here=True)
+        self._measured.resume()
+        prepared.commit()
+        _settle(self._scope, self._aim.away)
+        return self._measured.report(self._scope, plan, self._nbytes, prepared.copied_nbytes, self._left)
 
     def abandon(self) -> None:
         """Leave everything resident, as it was.
@@ -162,15 +178,29 @@ class PreparedOffload:
         """Whether neither was called yet."""
         return self._transfer is not None
 
-    def _taken(self) -> tuple[transfer.Prepared, Plan]:
+    def _taken(self, *, prepared_here: bool = False) -> tuple[transfer.Prepared, Plan]:
         """What was prepared, which this object then no longer refers to."""
         prepared, plan = self._transfer, self._plan
         if prepared is None or plan is None:
             raise TransitionError("this prepared offload was committed or abandoned before; call prepare() again")
-        prepared.check_process()
+        if prepared_here:
+            prepared.check()
         self._transfer = self._plan = None
         self._held = []
         return prepared, plan
+
+
+def put_away(scope: Scope, chosen: frozenset[str], aim: Aim, *, check: bool = True) -> TransitionReport:
+    """Offload every storage that is to be away."""
+    return PreparedOffload(scope, chosen, aim, check=check)._commit()
+
+
+def prepare(scope: Scope, chosen: frozenset[str], aim: Aim) -> PreparedOffload:
+    """Do all of it that can fail, and have other transitions raise until it is committed or abandoned."""
+    global _pending
+    prepared = PreparedOffload(scope, chosen, aim)
+    _pending = weakref.ref(prepared)
+    return prepared
 
 
 def bring_back(scope: Scope, chosen: frozenset[str], aim: Aim, *, check_names: bool = True) -> TransitionReport:
@@ -228,8 +258,17 @@ def _refuse_on_top_of_another() -> None:
 
 _TRANSITIONS: frozenset[CodeType] = frozenset(
     function.__code__
-    for function in (PreparedOffload.__init__, PreparedOffload.commit, PreparedOffload.abandon, bring_back, reload_entries)
+    for function in (put_away, prepare, PreparedOffload.commit, PreparedOffload.abandon, bring_back, reload_entries)
 )
+
+
+def _disown() -> None:
+    """In a forked child: what the parent prepared is the parent's."""
+    global _pending
+    _pending = None
+
+
+os.register_at_fork(after_in_child=_disown)
 
 
 def _checked_plan(scope: Scope, chosen: frozenset[str]) -> Plan:
@@ -320,8 +359,7 @@ class _Measured:
             left=tuple(left),
         )
         scope.report = report
-        with contextlib.suppress(Exception):  # a handler's own
-            _log.info("%s", report.line())
+        scope.unlogged.append(report.line())
         return report
 
 

@@ -84,7 +84,8 @@ class Strategy(abc.ABC):
         """Every tensor of the target, as it is now. Called at each transition, also while offloaded: look at metadata only."""
 
     def aliases(self) -> Iterable[torch.Tensor]:
-        """Tensors on the claimed storages that the target itself holds beside its claims. They are guarded, not moved."""
+        """Tensors on the claimed storages that the target itself holds beside its claims, gradients that are views of a flat
+        buffer for example. They are guarded, not moved."""
         return ()
 
     def check(self, components: frozenset[str]) -> None:  # noqa: B027

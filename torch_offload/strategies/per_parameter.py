@@ -8,6 +8,7 @@ from typing import Literal, get_args
 import torch
 
 from ..errors import GradientsError, UnsupportedTargetError, listed
+from ..storage import gradient_of
 from .base import Claim, Shared, Strategy, check_choice
 
 Gradients = Literal["preserve", "discard", "refuse"]
@@ -56,7 +57,7 @@ class PerParameterStrategy(Strategy):
         # unbound: some wrappers hide Module.buffers() behind an attribute of that name
         for name, parameter in torch.nn.Module.named_parameters(self.target, remove_duplicate=False):
             yield Claim(tensor=parameter, name=name, component="params")
-            gradient = _gradient(parameter)
+            gradient = gradient_of(parameter)
             if gradient is not None:
                 yield Claim(tensor=gradient, name="grad", component="grads", of=parameter, discard=self.grads == "discard")
         for name, buffer in torch.nn.Module.named_buffers(self.target, remove_duplicate=False):
@@ -66,12 +67,8 @@ class PerParameterStrategy(Strategy):
         if self.grads != "refuse" or "grads" not in components:
             return
         parameters = torch.nn.Module.named_parameters(self.target)
-        if present := [f"{self.name}.{name}" for name, parameter in parameters if _gradient(parameter) is not None]:
+        if present := [f"{self.name}.{name}" for name, parameter in parameters if gradient_of(parameter) is not None]:
             raise GradientsError(
                 f'grads="refuse", and there are gradients of {listed(present)}. Call optimizer.step() and '
                 'zero_grad(set_to_none=True) first, or pass grads="preserve" or grads="discard"'
             )
-
-
-def _gradient(parameter: torch.Tensor) -> torch.Tensor | None:
-    return parameter.grad if parameter.is_leaf or parameter.retains_grad else None  # asking others warns
