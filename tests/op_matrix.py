@@ -100,7 +100,11 @@ class Before:
         self.leaf = F.layer_norm(x, (WIDTH,), self.m.n.weight, self.m.n.bias).sum()
         self.product = (w * w).sum()
         self.scaled = (w * 2).sum()
+        self.resident = torch.ones_like(w, requires_grad=True) * 2
+        with torch.autograd.graph.saved_tensors_hooks(lambda tensor: tensor, lambda tensor: tensor):
+            self.unpacked = (torch.ones_like(w, requires_grad=True) * w).sum()
         self.traced = torch.jit.trace(self.m.l, x)
+        self.traced_product = torch.jit.trace(lambda tensor: tensor * 2, x)
         self.scripted = torch.jit.script(self.m.l)
         self.compiled = torch.compile(self.m.l, backend="eager")
         self.compiled(x)

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import asyncio
+import collections
 import contextlib
 import ctypes
+import dataclasses
 import gc
+import io
 import itertools
 import logging
 import os
@@ -12,6 +16,7 @@ import signal
 import subprocess
 import sys
 import threading
+import types
 from collections.abc import Iterator
 from pathlib import Path
 from unittest import mock
@@ -20,6 +25,7 @@ import pytest
 import torch
 from fresh import ROOT, output_of
 from torch import nn
+from torch.optim import optimizer as optimizer_module
 
 from torch_offload import (
     Claim,
@@ -530,6 +536,78 @@ def test_a_remembered_alias_that_became_a_gradient_is_looked_for_again(device: s
     off.reload()
 
 
+def test_a_buffer_that_is_the_gradient_of_something_outside_is_left(device: str) -> None:
+    model = nn.Module()
+    model.register_buffer("sum", torch.zeros(3, device=device))
+    leaf = nn.Parameter(torch.ones(3, device=device))
+    leaf.grad = model.sum
+    hidden = leaf * 2
+    hidden.retain_grad()
+    hidden.sum().backward()
+    model.register_buffer("kept", hidden.grad)
+    with offloaded(model, device=device) as off:
+        assert {row.name for row in off.report.left} == {"Module.sum", "Module.kept"}
+        leaf.sum().backward()
+    assert model.sum.eq(3).all()
+
+
+# Optimizers ------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("components", [["params"], ["grads"], ["optimizer"], None])
+@pytest.mark.parametrize("fresh", [True, False])
+def test_a_refused_step_changes_nothing(device: str, fresh: bool, components: list[str] | None) -> None:
+    model, twin = (nn.Linear(3, 3, device=device) for _ in range(2))
+    twin.load_state_dict(model.state_dict())
+    optimizers = [torch.optim.AdamW(each.parameters(), weight_decay=0.5) for each in (model, twin)]
+    for each, optimizer in zip((model, twin), optimizers, strict=True):
+        each(torch.ones(1, 3, device=device)).sum().backward()
+        if not fresh:
+            optimizer.step()
+    with offloaded(model, optimizers[0], components=components, device=device) as off:
+        if off.report.nbytes:
+            with pytest.raises(OffloadedTensorError, match=r"step\(\).*reload"):
+                optimizers[0].step()
+    for optimizer in optimizers:
+        optimizer.step()
+    for one, other in zip(model.parameters(), twin.parameters(), strict=True):
+        assert torch.equal(one, other)
+    assert optimizer_module._global_optimizer_pre_hooks == {}
+
+
+def test_a_step_of_what_is_resident_is_not_refused(device: str) -> None:
+    actor, critic = (nn.Linear(3, 3, device=device) for _ in range(2))
+    optimizer = torch.optim.AdamW([*actor.parameters(), *critic.parameters()])
+    actor(torch.ones(1, 3, device=device)).sum().backward()
+    before = actor.weight.detach().clone()
+    with offloaded(critic, device=device):
+        optimizer.step()  # the critic has no gradients
+    assert not torch.equal(actor.weight, before)
+
+
+@dataclasses.dataclass
+class History:
+    last: torch.Tensor
+
+
+def test_state_is_found_in_any_nesting(device: str) -> None:
+    weight = nn.Parameter(torch.ones(3, device=device))
+    optimizer = torch.optim.SGD([weight], lr=0.1)
+    state = optimizer.state[weight]
+    made = [torch.full((100 + index,), float(index), device=device) for index in range(5)]
+    state["deque"], state["record"], state["deep"] = collections.deque([made[0]]), History(made[1]), {"a": [(made[2],)]}
+    state["plain"], state["set"] = types.SimpleNamespace(inner=made[3]), {made[4]}
+    state["circle"] = [state["deep"]]
+    state["deep"]["circle"] = state["circle"]
+    portraits = [Portrait.of(tensor) for tensor in made]
+    with offloaded(optimizer, device=device) as off:
+        assert off.report.nbytes == 4 * sum(range(100, 105))
+        with pytest.raises(OffloadedTensorError, match=r"param 0\.deque\.0"):
+            made[0].sum()
+    for portrait in portraits:
+        portrait.check()
+
+
 # Names and targets -----------------------------------------------------------------------------------------------------
 
 
@@ -777,6 +855,108 @@ def test_a_version_counter_that_two_storages_share(device: str) -> None:
     other.add_(1)  # resident, and changed
     off.reload()
     assert other._version == 1
+
+
+def test_a_tensor_without_memory_of_its_own_is_refused() -> None:
+    class Wrapper(torch.Tensor):
+        @staticmethod
+        def __new__(cls, inner: torch.Tensor) -> torch.Tensor:
+            return torch.Tensor._make_wrapper_subclass(cls, inner.shape, dtype=inner.dtype, device=inner.device)
+
+        @classmethod
+        def __torch_dispatch__(cls, func, types, args=(), kwargs=None):
+            raise NotImplementedError
+
+    model = nn.Module()
+    model.register_buffer("wrapped", Wrapper(torch.ones(3)))
+    with pytest.raises(UnsupportedTargetError, match=r"'Module\.wrapped' is a Wrapper.*no memory"):
+        Offloader(model, device="cpu").offload()
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit.trace.* is deprecated:DeprecationWarning")
+def test_scripted_modules_are_refused() -> None:
+    with pytest.raises(UnsupportedTargetError, match=r"ScriptModule at '0'"):
+        Offloader(nn.Sequential(torch.jit.trace(nn.Linear(2, 2), torch.ones(1, 2))), device="cpu")
+
+
+@pytest.mark.filterwarnings("ignore:torch.quantize_per_tensor:UserWarning")
+@pytest.mark.filterwarnings("ignore:TypedStorage is deprecated:UserWarning")
+def test_quantized_buffers_are_saved_and_read(device: str) -> None:
+    model = nn.Module()
+    values = torch.randn(4, 4, device=device)
+    model.register_buffer("tensor", torch.quantize_per_tensor(values, 0.1, 3, torch.qint8))
+    wanted = model.tensor.dequantize().cpu()
+    with offloaded(model, device=device):
+        file = io.BytesIO()
+        torch.save(model.state_dict(), file)
+        assert torch.equal(model.tensor.cpu().dequantize(), wanted)
+    file.seek(0)
+    assert torch.equal(torch.load(file)["tensor"].dequantize(), wanted)
+    assert torch.equal(model.tensor.dequantize().cpu(), wanted)
+
+
+@pytest.mark.filterwarnings("ignore:Sparse CSR tensor support is in beta:UserWarning")
+def test_sparse_tensors_are_left_with_their_size(device: str) -> None:
+    model = nn.Embedding(10, 4, sparse=True, device=device)
+    model(torch.tensor([1, 2], device=device)).sum().backward()
+    model.register_buffer("rows", torch.eye(3, device=device).to_sparse_csr())
+    with offloaded(model, device=device) as off:
+        assert {row.name: row.nbytes for row in off.report.left} == {
+            "Embedding.weight.grad": 2 * 8 + 2 * 4 * 4,
+            "Embedding.rows": 4 * 8 + 3 * 8 + 3 * 4,
+        }
+
+
+def test_policies_and_devices_of_the_wrong_kind() -> None:
+    model = nn.Linear(2, 2)
+    with pytest.raises(TypeError, match="name=5"):
+        Offloader(model, name=5)
+    with pytest.raises(ValueError, match="read_only='no'"):
+        Offloader(model, read_only="no")
+    for where, said in (("meta", "no memory"), ("nowhere", "is no device"), (object(), "is no device")):
+        with pytest.raises(ValueError, match=said):
+            Offloader(model, device=where)
+
+
+def test_tasks_of_one_thread_do_not_undo_each_other() -> None:
+    model = nn.Linear(2, 2)
+
+    async def phase() -> str:
+        try:
+            with offloaded(model, device="cpu"):
+                await asyncio.sleep(0)
+                await asyncio.sleep(0)
+        except TransitionError as error:
+            return str(error)
+        return "done"
+
+    async def both() -> list[str]:
+        return await asyncio.gather(phase(), phase())
+
+    one, other = asyncio.run(both())
+    assert one == "done"
+    assert "task has a context open" in other
+    assert not is_away(model.weight)
+
+
+def test_an_inner_context_that_was_cut_while_it_was_left_does_not_stop_the_outer(device: str) -> None:
+    model = nn.Linear(2, 2, device=device)
+    off = Offloader(model, device=device)
+    inner = off.offloaded("grads")
+
+    def cut() -> None:
+        with off.offloaded("params"):
+            inner.__enter__()
+            raise KeyboardInterrupt  # on the first instruction of the inner one's exit
+
+    with pytest.raises(KeyboardInterrupt):
+        cut()
+    assert not is_away(model.weight)
+    assert set(off.residency.values()) == {Residency.RESIDENT}
+    with pytest.raises(TransitionError, match="reverse order"):
+        inner.__exit__(None, None, None)
+    with off.offloaded():
+        assert is_away(model.weight)
 
 
 def test_neither_the_default_device_nor_a_subclass_is_asked(device: str) -> None:

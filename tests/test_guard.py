@@ -31,8 +31,14 @@ BEFORE = [
     "wrap.product.backward()",
     "wrap.scaled.backward()",
     "wrap.traced(x)",
+    "wrap.traced_product(w)",
     "wrap.scripted(x)",
     "wrap.compiled(x)",
+    "wrap.resident.backward(w.detach())",
+    "wrap.unpacked.backward()",
+    "torch.as_tensor(w,dtype=torch.float64)",
+    "x.new_tensor(w)",
+    "torch.func.vjp(lambda p:p*2,w)",
     "thread(lambda: w + 1)",
     "all_reduce(w)",
 ]
@@ -45,6 +51,12 @@ CRASHES = {
     "torch.func.grad(lambda p:(p*2).sum())(w)",
     "torch.func.vmap(lambda p:p*2)(w)",
     "torch._C.DisableTorchFunctionSubclass().__enter__() or w.sum()",
+    "torch.as_tensor(w,dtype=torch.float64)",
+    "x.new_tensor(w)",
+    "torch.func.vjp(lambda p:p*2,w)",
+    "wrap.traced_product(w)",
+    "wrap.resident.backward(w.detach())",
+    "wrap.unpacked.backward()",
 }
 HOLLOW = {"torch.utils.dlpack.to_dlpack(w)"}  # gives a capsule around no memory
 # C++ that notices by itself: an error before anything is read, which cannot know the name.
@@ -106,7 +118,8 @@ def test_known_limit_what_reads_past_every_class(row: str, device: str, outcomes
 
 def test_the_readme_names_the_known_limits() -> None:
     readme = (HERE.parent / "README.md").read_text()
-    for name in ("torch.tensor(w)", "_make_subclass", "torch.func", "DisableTorchFunctionSubclass", "to_dlpack", "TorchScript"):
+    names = "torch.tensor(w) as_tensor new_tensor _make_subclass torch.func DisableTorchFunctionSubclass to_dlpack TorchScript"
+    for name in [*names.split(), "saved_tensors_hooks", "incoming gradient"]:
         assert name in readme
 
 

@@ -224,7 +224,7 @@ class Life(RuleBasedStateMachine):
         held = self.off.host_nbytes + self.part.host_nbytes
         states = [*self.off._scope.states(), *self.part._scope.states()]
         blocks = sum(len(mirror._blocks) for state in states for mirror in state.mirrors.values())
-        assert held <= total + blocks * PAGE + 64 * 2 * len(storages), f"{held} host bytes for {total}"
+        assert held <= total + blocks * PAGE + 16 * 2 * len(storages), f"{held} host bytes for {total}"
 
     def teardown(self) -> None:
         while getattr(self, "entered", None):

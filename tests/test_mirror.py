@@ -110,7 +110,7 @@ def cycled(of: PinnedMirror, storages: Mapping[str, Storage], *, checksum: int |
 
 def allowed(storages: Mapping[str, Storage], blocks: int) -> int:
     """The most that mirrors may hold for these storages: their bytes, each aligned, and a page for each block."""
-    return sum(storage.nbytes() + 64 for storage in storages.values()) + blocks * PAGE
+    return sum(storage.nbytes() + 16 for storage in storages.values()) + blocks * PAGE
 
 
 # Taking again --------------------------------------------------------------------------------------------------------
@@ -349,10 +349,10 @@ def test_a_layout_is_aligned_in_order_and_without_overlap(needs: list[Need]) -> 
     assert [nbytes for layout in layouts for _, nbytes in layout] == [need.nbytes for need in needs]
     for layout in layouts:
         assert layout[0][0] == 0
-        assert all(offset % 64 == 0 for offset, _ in layout)
+        assert all(offset % 16 == 0 for offset, _ in layout)
         ends = [offset + nbytes for offset, nbytes in layout]
         starts = [offset for offset, _ in layout[1:]]
-        assert all(0 <= start - end < 64 for end, start in zip(ends, starts, strict=False))
+        assert all(0 <= start - end < 16 for end, start in zip(ends, starts, strict=False))
         assert len(layout) == 1 or ends[-1] <= mirror._BLOCK
 
 
@@ -364,7 +364,7 @@ def test_a_layout_begins_a_block_when_the_last_is_full_or_of_another_component(n
     assert all(len(set(each)) == 1 for each in components)
     for (layout, following), (one, other) in zip(itertools.pairwise(layouts), itertools.pairwise(components), strict=True):
         end = layout[-1][0] + layout[-1][1]
-        assert one != other or -(-end // 64) * 64 + following[0][1] > mirror._BLOCK
+        assert one != other or -(-end // 16) * 16 + following[0][1] > mirror._BLOCK
 
 
 _names = st.sampled_from("abcdef")

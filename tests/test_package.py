@@ -30,6 +30,7 @@ LAYERS = [
     {"ledger", "strategies.per_parameter", "strategies.optimizer"},
     {"serving", "strategies"},
     {"guard"},
+    {"barriers"},
     {"transfer"},
     {"plan"},
     {"transition"},

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+import sys
 import threading
 import weakref
 from collections.abc import Callable
@@ -43,17 +44,17 @@ class Context(Generic[_Given]):
             with Deferred(), ledger.LOCK:
                 self._open()
                 is_open = True
+            self._scope.log()
         except BaseException:
             if is_open:  # a signal that waited was raised when all was done, and the body is not going to run
                 with Deferred(), ledger.LOCK:
-                    self._close()
+                    self._close(interrupted=True)
             raise
-        self._scope.log()
         return self._given
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None) -> None:
         with Deferred(), ledger.LOCK:
-            self._close()
+            self._close(interrupted=kind is not None)
         self._scope.log()
 
     def __call__(self, function: _Function) -> _Function:
@@ -83,16 +84,16 @@ class Context(Generic[_Given]):
             else:
                 bring_back(self._scope, self._chosen, Aim(self._scope.away(minus=self._chosen)))
         except BaseException:
-            self._close()
+            self._close(interrupted=True)
             self._scope.report = report
             raise
         del held
 
-    def _close(self) -> None:
+    def _close(self, *, interrupted: bool) -> None:
         if not self._frames:
             raise TransitionError("this context is left more often than it was entered")
         frame = self._frames.pop()
-        frame.pop()
+        frame.pop(interrupted=interrupted)
         frame.put_back()
 
 
@@ -101,26 +102,31 @@ class _Frame:
 
     def __init__(self, scope: Scope) -> None:
         self._scope = scope
-        self._thread = threading.get_ident()
+        self._task = _current_task()
         self._states = scope.states()
         storages = {key: (weakref.ref(each.storage), each.entry is not None) for key, each in scope.plan().storages.items()}
         self._aim = Aim(scope.away(), storages)
 
     def push(self) -> None:
         for state in self._states:
-            if any(frame is not None and frame._thread != self._thread for frame in state.open_contexts()):
+            if any(frame._task != self._task for frame in state.open_contexts()):
                 raise TransitionError(
-                    "another thread has a context open over this target: leaving either would undo the other. Open one "
-                    "context around both threads"
+                    "another thread or task has a context open over this target: leaving either would undo the other. Open "
+                    "one context around both"
                 )
         for state in self._states:
             state.contexts.append(weakref.ref(self))
 
-    def pop(self) -> None:
-        is_last = all(state.open_contexts()[-1:] == [self] for state in self._states)
-        for state in self._states:
-            state.contexts[:] = [each for each in state.contexts if each() not in (None, self)]
-        if not is_last:
+    def pop(self, *, interrupted: bool) -> None:
+        """Close this entry. Those above it that are still open were cut while they were left, if an exception passes through;
+        otherwise somebody mixed the order up."""
+        stacks = [state.open_contexts() for state in self._states]
+        is_open = all(self in stack for stack in stacks)
+        is_last = all(stack[-1:] == [self] for stack in stacks)
+        for state, stack in zip(self._states, stacks, strict=True):
+            below = stack[: stack.index(self)] if interrupted and is_open else [each for each in stack if each is not self]
+            state.contexts[:] = map(weakref.ref, below)
+        if not is_last and not (interrupted and is_open):
             raise TransitionError(
                 "contexts over one target must be left in the reverse order of entering; this one was left first, and nothing "
                 "was moved. Call offload() or reload() for the state you want"
@@ -143,3 +149,13 @@ class _Frame:
         if come or False in changed or not goes:
             bring_back(self._scope, come, self._aim)
         del held
+
+
+def _current_task() -> tuple[int, int]:
+    """Who runs: the thread, and in it the asyncio task if there is one."""
+    asyncio = sys.modules.get("asyncio")
+    try:
+        task = None if asyncio is None else asyncio.current_task()
+    except RuntimeError:  # no loop runs
+        task = None
+    return threading.get_ident(), id(task)

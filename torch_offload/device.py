@@ -18,11 +18,20 @@ def resolve(device: torch.device | str | int | None) -> torch.device:
     """The device a target is offloaded from: the one given, else the current accelerator, else the CPU.
 
     A device without an index stands for every device of its type.
+
+    Raises:
+        ValueError: that is no device with memory.
     """
-    if device is not None:
-        return torch.device(device)
-    found = torch.accelerator.current_accelerator(check_available=True)
-    return CPU if found is None else torch.device(found.type)
+    if device is None:
+        found = torch.accelerator.current_accelerator(check_available=True)
+        return CPU if found is None else torch.device(found.type)
+    try:
+        given = torch.device(device)
+    except (RuntimeError, TypeError) as error:
+        raise ValueError(f"device={device!r} is no device: {error}") from error
+    if given.type == "meta":
+        raise ValueError("device='meta' has no memory to free. Pass the device that the targets are on")
+    return given
 
 
 def covers(device: torch.device, other: torch.device) -> bool:

@@ -12,8 +12,7 @@ references with an error that names nothing.
 [Note: what asks no class]
 A backward through a graph that was built before reads its saved tensors, and accumulates into gradients, in C++. The version
 counters of guarded tensors are moved far away while they are offloaded and back afterwards, so a saved tensor is refused
-before it is read; a hook on every leaf whose gradient is offloaded raises before accumulation. Views share a counter, whose
-value says whether it was moved.
+before it is read (barriers.py stops accumulation). Views share a counter, whose value says whether it was moved.
 """
 
 from __future__ import annotations
@@ -94,46 +93,6 @@ def lift(entry: Entry) -> None:
             found.lift()
 
 
-class Barrier:
-    """A hook that stops a backward before it accumulates into an offloaded gradient, in C++ and past every class.
-
-    The parameter's own hooks keep it alive, and the entry refers to it weakly.
-    """
-
-    def __init__(self, parameter: torch.Tensor, name: str, entry: Entry) -> None:
-        self._parameter, self._name, self._entry = parameter, name, entry
-        self._had_hooks = parameter._backward_hooks is not None
-        entry.barriers.append(weakref.ref(self))
-        frozen = not parameter.requires_grad  # it may be trained again while its gradient is away
-        if frozen:
-            parameter.requires_grad_(True)
-        try:
-            parameter.register_hook(self._refuse)  # type: ignore[no-untyped-call]
-        finally:
-            if frozen:
-                parameter.requires_grad_(False)
-
-    def is_needed(self) -> bool:
-        """Whether the parameter's gradient is still on the entry's storage."""
-        gradient = self._parameter.grad
-        found = None if gradient is None else guard_of(gradient)
-        return found is not None and found.entry is self._entry
-
-    def _refuse(self, _incoming: torch.Tensor) -> None:
-        if self._entry.offloaded and self.is_needed():
-            raise _refusal("backward() would accumulate into", self._name, self._entry)
-
-    def remove(self) -> None:
-        """Leave no trace on the parameter. Calling it twice is harmless, as is an interrupted registration."""
-        hooks: dict[int, Any] = self._parameter._backward_hooks or {}
-        ours = [key for key, hook in hooks.items() if hook == self._refuse]
-        if len(ours) == len(hooks) and not self._had_hooks:
-            self._parameter._backward_hooks = None
-        else:
-            for key in ours:
-                del hooks[key]
-
-
 def _move_version(tensor: torch.Tensor, by: int) -> None:
     """Move the tensor's version counter there or back, unless it is there or back already.
 
@@ -207,7 +166,7 @@ def _answer(func: Any, found: Sequence[Guard], args: tuple[Any, ...], kwargs: di
     what = f"{getattr(func, '__name__', func)} needs the memory of"
     if not found:
         raise OffloadedTensorError(f"{what} an offloaded tensor, handed over in a container. Call reload() first")
-    raise _refusal(what, found[0].name, found[0].entry)
+    raise refusal(what, found[0].name, found[0].entry)
 
 
 def _guards_in(things: Iterable[Any]) -> Iterator[Guard]:
@@ -222,7 +181,8 @@ def _guards_in(things: Iterable[Any]) -> Iterator[Guard]:
             yield from _guards_in(thing.values())
 
 
-def _refusal(what: str, name: str, entry: Entry) -> OffloadedTensorError:
+def refusal(what: str, name: str, entry: Entry) -> OffloadedTensorError:
+    """The error for an offloaded tensor, which names it and the call that brings it back."""
     if not entry.offloaded:
         return OffloadedTensorError(
             f"{what} {name!r}, which a prepared transition is about to offload. Call commit() and reload(), or abandon()"
@@ -237,7 +197,7 @@ def _served(guard: Guard) -> Entry:
     """The entry whose mirror answers for the tensor."""
     guard.entry.check_process()
     if not guard.entry.offloaded:
-        raise _refusal("a host read cannot be served for", guard.name, guard.entry)
+        raise refusal("a host read cannot be served for", guard.name, guard.entry)
     return guard.entry
 
 
@@ -250,9 +210,9 @@ def _alias(source: Guard, tensor: torch.Tensor) -> torch.Tensor:
 def _copy_into(guard: Guard, tensor: torch.Tensor, source: Any, non_blocking: bool = False) -> torch.Tensor:  # noqa: ARG001
     entry = _served(guard)
     if entry.slot is None:
-        raise _refusal("copy_ would write what was discarded,", guard.name, entry)
+        raise refusal("copy_ would write what was discarded,", guard.name, entry)
     if torch.is_grad_enabled() and (tensor.requires_grad or source.requires_grad):
-        raise _refusal("copy_ is recorded by autograd (write under torch.no_grad()) on", guard.name, entry)
+        raise refusal("copy_ is recorded by autograd (write under torch.no_grad()) on", guard.name, entry)
     other = guard_of(source)
     serving.write(tensor, entry, source if other is None else serving.host_copy(source, _served(other)))
     return tensor
@@ -262,7 +222,7 @@ def _refusing(name: str) -> Any:
     def refuse(self: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
         found = guard_of(self)
         if found is not None and found.entry.holds_tensors():
-            raise _refusal(f"{name} is not possible on", found.name, found.entry)
+            raise refusal(f"{name} is not possible on", found.name, found.entry)
         return getattr(super(type(self), self), name)(*args, **kwargs)
 
     return refuse

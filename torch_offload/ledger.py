@@ -218,6 +218,11 @@ def is_offloaded(storage: Storage) -> bool:
     return entry is not None and entry.offloaded
 
 
+def is_empty() -> bool:
+    """Whether nothing is offloaded or about to be."""
+    return not _entries
+
+
 def add(entry: Entry) -> None:
     """Enter a storage that is about to be offloaded."""
     _entries[entry.cdata] = entry

@@ -18,7 +18,7 @@ import torch
 from . import host_memory
 from .host_memory import HostBlock
 
-_ALIGNMENT = 64
+_ALIGNMENT = 16  # bytes: the largest element
 _BLOCK = 64 * 2**20  # small slots share blocks of about this size
 
 

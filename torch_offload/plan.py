@@ -14,7 +14,19 @@ from . import ledger
 from .errors import MirrorMismatchError, SharedStorageError, UnsupportedTargetError
 from .ledger import Entry, Key
 from .report import LeftRow
-from .storage import Holding, Storage, Verdict, address_of, advice, attribute, examine, gradient_of, storage_of
+from .storage import (
+    Holding,
+    Storage,
+    Verdict,
+    address_of,
+    advice,
+    attribute,
+    examine,
+    gradient_of,
+    has_memory,
+    nbytes_of_parts,
+    storage_of,
+)
 from .strategies.base import Claim, Strategy
 from .transfer import Move
 
@@ -131,7 +143,8 @@ class Plan:
         for named in self.claims:
             storage = _storage(named)
             if storage is None:
-                self._add_elsewhere(named, 0, f"its layout is {named.claim.tensor.layout}: it has no single storage")
+                layout, nbytes = named.claim.tensor.layout, nbytes_of_parts(named.claim.tensor)
+                self._add_elsewhere(named, nbytes, f"its layout is {layout}: it has no single storage")
             elif devices.covers(device, storage.device):
                 self._add(storage, named)
             elif not named.claim.host:
@@ -261,7 +274,15 @@ def _storage(named: Named) -> Storage | None:
         raise UnsupportedTargetError(f"{named.name!r} is a {type(tensor).__name__}, not a tensor. Nothing was touched")
     if problem := _unsupported(tensor):
         raise UnsupportedTargetError(f"{named.name!r} {problem}. Nothing was touched")
-    return storage_of(tensor) if attribute(tensor, "layout") is torch.strided else None
+    if attribute(tensor, "layout") is not torch.strided:
+        return None
+    storage = storage_of(tensor)
+    if storage.nbytes() and not has_memory(storage):
+        raise UnsupportedTargetError(
+            f"{named.name!r} is a {type(tensor).__name__}, whose storage has no memory: it wraps other tensors, and no "
+            "strategy here reaches into it. Nothing was touched"
+        )
+    return storage
 
 
 def _unsupported(tensor: torch.Tensor) -> str | None:

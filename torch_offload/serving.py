@@ -12,7 +12,7 @@ import torch
 
 from . import checksum
 from .ledger import Entry
-from .storage import Storage
+from .storage import Storage, plainly
 
 _Tensor: Any = torch.Tensor
 
@@ -78,7 +78,10 @@ def _goes_to_host(*args: Any, copy: bool = False, **kwargs: Any) -> bool:  # noq
 
 def host_view(tensor: torch.Tensor, storage: Storage) -> torch.Tensor:
     """A host tensor with the tensor's geometry over these host bytes."""
-    view = torch.empty(0, dtype=tensor.dtype, device="cpu")
+    if tensor.is_quantized:
+        view = plainly(torch.empty_quantized, [*tensor.size()], tensor, device="cpu")
+    else:
+        view = torch.empty(0, dtype=tensor.dtype, device="cpu")
     view.set_(storage, tensor.storage_offset(), tensor.size(), tensor.stride())
     view = view.conj() if tensor.is_conj() else view
     return torch._neg_view(view) if tensor.is_neg() else view

@@ -57,6 +57,21 @@ def address_of(tensor: torch.Tensor) -> int:
         return 0
 
 
+def has_memory(storage: Storage) -> bool:
+    """Whether there is memory at all; the storages of tensors that wrap others have none."""
+    try:
+        return storage.data_ptr() != 0
+    except RuntimeError:  # torch guards invalid pointers
+        return False
+
+
+def nbytes_of_parts(tensor: torch.Tensor) -> int:
+    """The size in bytes of a tensor that has no storage of its own (sparse layouts, mkldnn)."""
+    if attribute(tensor, "layout") not in _PARTS:
+        return int(tensor.numel() * tensor.element_size())
+    return sum(int(part.nbytes) for name in _PARTS[tensor.layout].split() for part in [getattr(tensor.detach(), name)()])
+
+
 def gradient_of(tensor: torch.Tensor) -> torch.Tensor | None:
     """The gradient of a tensor that keeps one; asking others for theirs would warn."""
     keeps = attribute(tensor, "is_leaf") or attribute(tensor, "retains_grad")
@@ -191,6 +206,15 @@ def examine(storages: Sequence[tuple[Storage, Sequence[torch.Tensor]]]) -> list[
         for case in doubtful:
             case.remember()
     return [case.verdict() for case in cases]
+
+
+_PARTS = {
+    torch.sparse_coo: "_indices _values",
+    torch.sparse_csr: "crow_indices col_indices values",
+    torch.sparse_bsr: "crow_indices col_indices values",
+    torch.sparse_csc: "ccol_indices row_indices values",
+    torch.sparse_bsc: "ccol_indices row_indices values",
+}
 
 
 class _Case:

@@ -14,7 +14,7 @@ from collections.abc import Iterable, Sequence
 
 import torch
 
-from . import checksum, device, guard, ledger, mirror, storage
+from . import barriers, checksum, device, guard, ledger, mirror, storage
 from .errors import DeviceMemoryError, IntegrityError, TransitionError, gib, listed
 from .ledger import Entry, Stage
 from .mirror import Need, PinnedMirror
@@ -77,7 +77,8 @@ class Prepared:
             guard.guard(move.tensors, entry)
             for parameter, name in move.gradients:
                 if parameter.is_floating_point() or parameter.is_complex():
-                    guard.Barrier(parameter, name, entry)
+                    barriers.Barrier(parameter, name, entry)
+        barriers.follow_ledger()
 
     def _find_host_memory(self, components: Iterable[str]) -> None:
         """A slot for each storage whose bytes are kept: the one that waits for it, in whichever mirror, before any other."""

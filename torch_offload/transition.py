@@ -27,8 +27,8 @@ from types import CodeType, FrameType
 
 import torch
 
+from . import barriers, ledger, transfer
 from . import device as devices
-from . import ledger, transfer
 from .errors import OffloadedTensorError, TransitionError, listed
 from .interrupts import Deferred
 from .ledger import Entry, TargetState
@@ -224,6 +224,7 @@ def reload_entries(entries: Sequence[Entry], device: torch.device, *, verify: bo
     """Reload these storages, whoever claims them."""
     start(device)
     transfer.allocate_then_copy([entry for entry in entries if entry.is_current()], verify=verify)
+    barriers.follow_ledger()
 
 
 def start(device: torch.device) -> None:
@@ -298,6 +299,7 @@ def _settle(scope: Scope, away: Away) -> None:
         while state.barriers and not state.away:
             with contextlib.suppress(Exception):  # a user's own, and the bytes are where they should be
                 state.barriers.pop()()
+    barriers.follow_ledger()
 
 
 def _check_call(name: str, reference: weakref.ref[TargetState], call: str) -> None:

@@ -18,8 +18,10 @@ __all__ = ["Claim", "OptimizerStrategy", "PerParameterStrategy", "Strategy", "st
 
 _ACCEPTED = "a torch.nn.Module, a list of them, a torch.optim.Optimizer, None, or a Strategy object"
 
-# Modules that hold their tensors in ways no strategy here describes whole: (module of the class, its name).
+# Modules that hold their tensors in ways no strategy here describes whole, or read them in C++ past every guard:
+# (module of the class, its name).
 _FOREIGN = (
+    ("torch.jit", "ScriptModule"),
     ("torch.distributed.fsdp", "FSDPModule"),
     ("torch.distributed.fsdp", "FullyShardedDataParallel"),
     ("torch.nn.parallel", "DistributedDataParallel"),
@@ -110,6 +112,6 @@ def _refuse_foreign(module: torch.nn.Module) -> None:
         for where, name, kind in found:
             if kind is not None and isinstance(part, kind):
                 raise UnsupportedTargetError(
-                    f"{type(module).__name__} has a {where}.{name} at {path or 'its root'!r}, which holds tensors in a way "
-                    "that no strategy here describes whole. Nothing was touched. Write a Strategy for it and pass that"
+                    f"{type(module).__name__} has a {where}.{name} at {path or 'its root'!r}, which holds or reads tensors in "
+                    "a way that no strategy here covers. Nothing was touched. Write a Strategy for it and pass that"
                 )

@@ -58,6 +58,7 @@ class Strategy(abc.ABC):
     Raises:
         UnsupportedTargetError: no weak reference to the target can be made.
         ValueError: an unknown policy.
+        TypeError: ``name`` is no string.
     """
 
     components: ClassVar[tuple[str, ...]] = ()
@@ -65,6 +66,8 @@ class Strategy(abc.ABC):
 
     def __init__(self, target: Any, *, name: str | None = None, shared: Shared = "guard") -> None:
         check_choice("shared", shared, get_args(Shared))
+        if name is not None and not isinstance(name, str):
+            raise TypeError(f"name={name!r} is no string")
         try:
             self._target = weakref.ref(target)
         except TypeError as error:

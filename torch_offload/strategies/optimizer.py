@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
+from types import ModuleType
 from typing import Any
 
 import torch
@@ -71,12 +72,19 @@ def _parameter_names(optimizer: torch.optim.Optimizer) -> dict[int, str]:
     return names
 
 
-def _tensors(thing: Any, path: tuple[str, ...]) -> Iterator[tuple[tuple[str, ...], torch.Tensor]]:
+def _tensors(thing: Any, path: tuple[str, ...], around: tuple[int, ...] = ()) -> Iterator[tuple[tuple[str, ...], torch.Tensor]]:
+    """The tensors in a thing and the names on the way to each; ``around`` are the ids of what it is in, against circles."""
     if isinstance(thing, torch.Tensor):
         yield path, thing
-    elif isinstance(thing, Mapping):
-        for key, value in thing.items():
-            yield from _tensors(value, (*path, str(key)))
-    elif isinstance(thing, (list, tuple)):
-        for index, value in enumerate(thing):
-            yield from _tensors(value, (*path, str(index)))
+    elif id(thing) not in around:
+        for key, value in _members(thing):
+            yield from _tensors(value, (*path, str(key)), (*around, id(thing)))
+
+
+def _members(thing: Any) -> Iterable[tuple[Any, Any]]:
+    if isinstance(thing, Mapping):
+        return list(thing.items())
+    if isinstance(thing, (Sequence, Set)) and not isinstance(thing, (str, bytes, bytearray)):
+        return list(enumerate(thing))
+    is_plain = not isinstance(thing, (type, ModuleType, torch.nn.Module)) and not callable(thing)
+    return list(getattr(thing, "__dict__", {}).items()) if is_plain else ()

@@ -49,6 +49,7 @@ class PerParameterStrategy(Strategy):
         if not isinstance(module, torch.nn.Module):
             raise UnsupportedTargetError(f"PerParameterStrategy takes a torch.nn.Module, not a {type(module).__name__}")
         check_choice("grads", grads, get_args(Gradients))
+        check_choice("read_only", read_only, (True, False))
         super().__init__(module, name=name, shared=shared)
         self.grads = grads
         self.read_only = read_only

@@ -1,0 +1,79 @@
+"""What stops code that asks no tensor's class in time: a backward that accumulates in C++, an optimizer that counts its step
+before it reads."""
+
+from __future__ import annotations
+
+import weakref
+from typing import Any
+
+import torch
+from torch.optim.optimizer import register_optimizer_step_pre_hook
+from torch.utils.hooks import RemovableHandle
+
+from . import ledger
+from .guard import guard_of, refusal
+from .ledger import Entry
+from .storage import gradient_of
+
+_step_hook: RemovableHandle | None = None
+
+
+class Barrier:
+    """A hook that stops a backward before it accumulates into an offloaded gradient, in C++ and past every class.
+
+    The parameter's own hooks keep it alive, and the entry refers to it weakly.
+    """
+
+    def __init__(self, parameter: torch.Tensor, name: str, entry: Entry) -> None:
+        self._parameter, self._name, self._entry = parameter, name, entry
+        self._had_hooks = parameter._backward_hooks is not None
+        entry.barriers.append(weakref.ref(self))
+        frozen = not parameter.requires_grad  # it may be trained again while its gradient is away
+        if frozen:
+            parameter.requires_grad_(True)
+        try:
+            parameter.register_hook(self._refuse)  # type: ignore[no-untyped-call]
+        finally:
+            if frozen:
+                parameter.requires_grad_(False)
+
+    def is_needed(self) -> bool:
+        """Whether the parameter's gradient is still on the entry's storage."""
+        gradient = self._parameter.grad
+        found = None if gradient is None else guard_of(gradient)
+        return found is not None and found.entry is self._entry
+
+    def _refuse(self, _incoming: torch.Tensor) -> None:
+        if self._entry.offloaded and self.is_needed():
+            raise refusal("backward() would accumulate into", self._name, self._entry)
+
+    def remove(self) -> None:
+        """Leave no trace on the parameter. Calling it twice is harmless, as is an interrupted registration."""
+        hooks: dict[int, Any] = self._parameter._backward_hooks or {}
+        ours = [key for key, hook in hooks.items() if hook == self._refuse]
+        if len(ours) == len(hooks) and not self._had_hooks:
+            self._parameter._backward_hooks = None
+        else:
+            for key in ours:
+                del hooks[key]
+
+
+def follow_ledger() -> None:
+    """Have the steps of all torch optimizers checked while something is offloaded, and leave no hook otherwise."""
+    global _step_hook
+    if _step_hook is None and not ledger.is_empty():
+        _step_hook = register_optimizer_step_pre_hook(_check_step)
+    elif _step_hook is not None and ledger.is_empty():
+        _step_hook.remove()
+        _step_hook = None
+
+
+def _check_step(optimizer: torch.optim.Optimizer, _args: object, _kwargs: object) -> None:
+    """Refuse a step of which a parameter or a gradient is offloaded; parameters without gradients are passed over by all."""
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            gradient = gradient_of(parameter)
+            for tensor in () if gradient is None else (parameter, gradient):
+                found = guard_of(tensor)
+                if found is not None and found.entry.holds_tensors():
+                    raise refusal(f"{type(optimizer).__name__}.step() would use", found.name, found.entry)
