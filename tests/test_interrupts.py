@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import itertools
 import signal
 import sys
 import threading
@@ -16,7 +17,7 @@ import torch
 from torch import nn
 
 import torch_offload
-from torch_offload import OffloadedTensorError, Offloader, host_memory, ledger, offloaded, resident, transfer
+from torch_offload import OffloadedTensorError, Offloader, TransitionError, host_memory, ledger, offloaded, resident, transfer
 from torch_offload.storage import storage_of
 from torch_offload.testing import Portrait
 
@@ -155,9 +156,34 @@ def test_every_opcode_of_an_offload(strike: Callable[[], None], offset: int) -> 
         assert missed <= struck // 20
 
 
-def test_every_eleventh_opcode_of_a_reload_inside() -> None:
-    struck, _ = every_opcode(cut, resident_block, 1, 11)
+@pytest.mark.parametrize("strike", [cut, sigint])
+def test_every_ninth_opcode_of_a_reload_inside(strike: Callable[[], None]) -> None:
+    struck, _ = every_opcode(strike, resident_block, 1, 9)
     assert struck > 500
+
+
+def test_a_transition_from_a_handler_at_every_ninth_opcode() -> None:
+    """It is refused or it runs, and what was under way is as good as without it."""
+    struck = refused = 0
+    for at in itertools.count(1, 9):
+        life = Life()
+        other = Offloader(life.model, device="cpu")
+
+        def intrude(other: Offloader = other) -> None:
+            nonlocal refused
+            for call in (other.reload, other.offload, other.reload):
+                try:
+                    call()
+                except TransitionError:
+                    refused += 1
+
+        if not interrupted(at, lambda life=life: offload_block(life), intrude):
+            break
+        struck += 1
+        life.check_no_lie()
+        life.check_retry()
+    assert struck > 500
+    assert refused > struck
 
 
 def test_a_signal_is_handed_on_when_the_context_is_entered_and_left() -> None:

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 from torch import nn
 
-from torch_offload import OffloadedTensorError, Offloader, Residency, ledger, offloaded, resident
+from torch_offload import OffloadedTensorError, Offloader, Residency, offloaded, resident
 from torch_offload.host_memory import PAGE
 from torch_offload.storage import storage_of
 
@@ -207,18 +207,27 @@ class Life(RuleBasedStateMachine):
                 assert not tensor.__dict__
 
     @invariant()
-    def a_component_that_is_away_left_nothing(self) -> None:
-        if self.exact:
-            for component, residency in self.off.residency.items():
-                if component not in self.away:
-                    assert residency is Residency.RESIDENT
+    def a_storage_is_away_exactly_when_all_that_claim_it_are(self) -> None:
+        if not self.exact:
+            return
+        claims: dict[int, tuple[torch.UntypedStorage, set[str]]] = {}
+        buffers = dict(self.model.named_buffers())
+        for name, tensor in self.tensors().items():
+            component = "buffers" if name in buffers else "grads" if name.endswith(".grad") else "params"
+            component = "optimizer" if name[0].isdigit() else component
+            if tensor.device.type == self.device:
+                claims.setdefault(storage_of(tensor)._cdata, (storage_of(tensor), set()))[1].add(component)
+        for storage, components in claims.values():
+            assert (storage.nbytes() == 0) == (components <= self.away), f"{components} of {self.away}"
+        for component, residency in self.off.residency.items():
+            if component not in self.away:
+                assert residency is Residency.RESIDENT
 
     @invariant()
     def host_memory_is_at_most_the_distinct_storages(self) -> None:
         """Gradients that are gone leave their places to the next ones."""
-        storages = {storage_of(tensor)._cdata: storage_of(tensor) for tensor in self.tensors().values()}
-        entries = {entry.cdata: entry for entry in ledger.entries()}
-        total = sum(entries[key].nbytes if key in entries else each.nbytes() for key, each in storages.items())
+        storages = {storage_of(tensor)._cdata: storage_of(tensor) for tensor in self.tensors(twin=True).values()}
+        total = sum(each.nbytes() for each in storages.values())
         if self.trained:
             total += sum(p.numel() * p.element_size() for p in self.model.parameters() if p.grad is None)
         held = self.off.host_nbytes + self.part.host_nbytes

@@ -231,11 +231,13 @@ class Specimen:
         module: the module.
         aliases: tensors on its storages that nobody but this object holds.
         kinds: what is in it: ``"tie"``, ``"slice"``, ``"alias"``, and the names of the views.
+        twin: makes another one, equal to it and with nothing in common.
     """
 
     module: torch.nn.Module
     aliases: list[torch.Tensor]
     kinds: set[str]
+    twin: Callable[[], Specimen]
 
     def tensors(self) -> list[torch.Tensor]:
         """Every tensor object of the module, each once: parameters, buffers, gradients."""
@@ -288,7 +290,7 @@ def specimens(device: torch.device | str = "cpu") -> SearchStrategy[Specimen]:
 def _specimen(bases: Sequence[tuple[Any, ...]], members: Sequence[tuple[Any, ...]], where: torch.device) -> Specimen:
     grown = [_base(where, *each) for each in bases]
     root = torch.nn.Module()
-    found = Specimen(root, [], set())
+    found = Specimen(root, [], set(), lambda: _specimen(bases, members, where))
     used: list[Any] = []
     for index, (which, view, role, with_gradient) in enumerate(members):
         base = grown[which % len(grown)]
@@ -310,7 +312,8 @@ def _specimen(bases: Sequence[tuple[Any, ...]], members: Sequence[tuple[Any, ...
             parameter = torch.nn.Parameter(tensor, requires_grad=trains)
             part.held = parameter
             if trains and with_gradient:
-                parameter.grad = torch.randn(tensor.shape, device=where).to(tensor.dtype)
+                values = torch.randn(tensor.shape, generator=torch.Generator().manual_seed(index))
+                parameter.grad = values.to(where, tensor.dtype)
         if any(storage.storage_of(each) is storage.storage_of(tensor) for each in used):
             found.kinds.add("tie")
         used.append(part.tied if hasattr(part, "tied") else part.held)
