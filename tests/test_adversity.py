@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import collections
-import contextlib
 import ctypes
 import dataclasses
 import gc
@@ -392,33 +391,43 @@ def test_refused_while_a_stream_captures_and_pinned_memory_waits_too(monkeypatch
 
 @pytest.mark.gpu
 def test_a_capture_in_another_thread_is_named() -> None:
-    model = nn.Linear(3, 3, device="cuda")
-    off = Offloader(model)
-    portraits = [Portrait.of(p) for p in model.parameters()]
-    capturing, done = threading.Event(), threading.Event()
+    """In an interpreter of its own: a broken capture leaves torch's random numbers unusable."""
+    lines = run("""
+import contextlib, threading, torch
+from torch_offload import Offloader, TransitionError
+from torch_offload.testing import Portrait
+model = torch.nn.Linear(3, 3, device="cuda")
+off = Offloader(model)
+portraits = [Portrait.of(p) for p in model.parameters()]
+capturing, done = threading.Event(), threading.Event()
 
-    def capture() -> None:
-        with torch.cuda.stream(torch.cuda.Stream()):
-            graph = torch.cuda.CUDAGraph()
-            graph.capture_begin()
-            capturing.set()
-            done.wait()
-            with contextlib.suppress(RuntimeError):  # the capture is broken
-                graph.capture_end()
+def capture():
+    with torch.cuda.stream(torch.cuda.Stream()):
+        graph = torch.cuda.CUDAGraph()
+        graph.capture_begin()
+        capturing.set()
+        done.wait()
+        with contextlib.suppress(RuntimeError):
+            graph.capture_end()
 
-    thread = threading.Thread(target=capture)
-    thread.start()
-    capturing.wait()
-    try:
-        with pytest.raises(TransitionError, match="another thread is capturing"):
-            off.offload()
-    finally:
-        done.set()
-        thread.join()
-    for portrait in portraits:
-        portrait.check()
+thread = threading.Thread(target=capture)
+thread.start()
+capturing.wait()
+try:
     off.offload()
-    off.reload()
+except TransitionError as error:
+    print(error)
+done.set()
+thread.join()
+for portrait in portraits:
+    portrait.check()
+off.offload()
+print(off.report.mirrors[0].pinned, off.reload().nbytes)
+for portrait in portraits:
+    portrait.check()
+""")
+    assert "another thread is capturing" in lines[0]
+    assert lines[1] == "True 48"
 
 
 # Others' locks ---------------------------------------------------------------------------------------------------------

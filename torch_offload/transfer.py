@@ -60,6 +60,7 @@ class Prepared:
         self.copied_nbytes = 0
         try:
             self._guard()
+            device.synchronize(self._devices)
             self._find_host_memory(components)
             self._copy(verify)
         except BaseException:
@@ -100,7 +101,6 @@ class Prepared:
 
     def _copy(self, verify: bool) -> None:
         pairs = [(move, entry, entry.slot) for move, entry in zip(self._moves, self._entries, strict=True) if entry.slot]
-        device.synchronize(self._devices)
         summed = [(move, entry) for move, entry, _ in pairs if verify or move.read_only]
         for (_, entry), value in zip(summed, _checksums([move.storage for move, _ in summed]), strict=True):
             entry.checksum = value
