@@ -11,6 +11,7 @@ import torch
 from hypothesis import event, given, reject
 from hypothesis import strategies as st
 from torch import nn
+from torch.optim import optimizer as optimizer_module
 
 from torch_offload import OffloadedTensorError, Offloader, PerParameterStrategy, Residency, offloaded, resident, testing
 from torch_offload.host_memory import PAGE
@@ -161,6 +162,35 @@ def test_nothing_is_held(device: str, data: st.DataObject) -> None:
     gc.collect()
     assert all(reference() is None for reference in storages)
     assert off.host_nbytes == 0
+
+
+def traces(specimen: Specimen, optimizer: torch.optim.Optimizer) -> list[object]:
+    """Everything that could be hung on a module, a tensor or an optimizer."""
+    found: list[object] = [len(optimizer_module._global_optimizer_pre_hooks), set(optimizer.state_dict())]
+    found += [
+        {key: len(value) if hasattr(value, "__len__") else type(value) for key, value in vars(owner).items()}
+        for owner in [*specimen.module.modules(), optimizer]
+    ]
+    found += [(key, list(state)) for key, state in optimizer.state.items()]
+    for tensor in [*specimen.tensors(), *specimen.aliases]:
+        hooks = [each if each is None else dict(each) for each in (tensor._backward_hooks, tensor._post_accumulate_grad_hooks)]
+        found.append((type(tensor), dict(vars(tensor)), hooks))
+    return found
+
+
+@given(data=st.data())
+def test_nothing_is_hung_on_anybody_while_resident(device: str, data: st.DataObject) -> None:
+    specimen = drawn(data, device)
+    trained = [p for p in specimen.module.parameters() if p.requires_grad] or [nn.Parameter(torch.ones(1, device=device))]
+    optimizer = torch.optim.SGD(trained, momentum=0.9)
+    for parameter in trained:
+        optimizer.state[parameter]["momentum_buffer"] = torch.ones_like(parameter)
+    before = traces(specimen, optimizer)
+    off = Offloader(specimen.module, optimizer, device=device)
+    for components in data.draw(st.lists(st.sets(st.sampled_from([*COMPONENTS, "optimizer"]), min_size=1), max_size=3)):
+        off.offload(components)
+    off.reload()
+    assert traces(specimen, optimizer) == before
 
 
 COMPONENTS = ("params", "grads", "buffers")

@@ -12,6 +12,7 @@ first is made loud by version counters (guard.py), the second by nobody.
 
 from __future__ import annotations
 
+import collections
 import dataclasses
 import enum
 import gc
@@ -203,6 +204,8 @@ def examine(storages: Sequence[tuple[Storage, Sequence[torch.Tensor]]]) -> list[
         if any(case.unexplained() for case in doubtful):
             gc.collect()  # a graph that waits for the collector holds nothing once it is gone
             _look(doubtful)
+        for key in [key for key, past in _seen.items() if past.storage() is None]:
+            del _seen[key]
         for case in doubtful:
             case.remember()
     return [case.verdict() for case in cases]
@@ -247,9 +250,9 @@ class _Case:
 
     def has_unknown_leaf(self) -> bool:
         """Whether C++ refers to a tensor on the storage more often than the leaves explain that are known or found."""
-        gradients = [id(gradient_of(leaf)) for leaf in {**self.known_leaves, **self.leaves}.values()]
+        explained = collections.Counter(id(gradient_of(leaf)) for leaf in {**self.known_leaves, **self.leaves}.values())
         tensors = {**self.known, **self.visible}.items()
-        return any(_references_from_cpp(tensor) > gradients.count(key) for key, tensor in tensors)
+        return any(_references_from_cpp(tensor) > explained[key] for key, tensor in tensors)
 
     def is_doubtful(self) -> bool:
         """Whether somebody beyond the known tensors may hold the storage."""
@@ -274,8 +277,6 @@ class _Case:
         return self.unexplained() == 0 and not self.has_unknown_leaf()
 
     def remember(self) -> None:
-        for key in [key for key, past in _seen.items() if past.storage() is None]:
-            del _seen[key]
         found = [(weakref.ref(tensor), self.owners.get(key)) for key, tensor in self.visible.items()]
         _seen[self.storage._cdata] = _Seen(weakref.ref(self.storage), found, list(map(weakref.ref, self.leaves.values())))
 
