@@ -16,6 +16,7 @@ import subprocess
 import sys
 import threading
 import types
+import warnings
 from collections.abc import Iterator
 from pathlib import Path
 from unittest import mock
@@ -174,7 +175,7 @@ def handlers() -> Iterator[list[int]]:
 
 
 @pytest.mark.usefixtures("handlers")
-@pytest.mark.parametrize("at", range(1, 13))
+@pytest.mark.parametrize("at", range(1, 7))  # three handlers are exchanged and exchanged back
 def test_a_handler_that_raises_while_handlers_are_exchanged_leaves_none_exchanged(
     at: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -189,7 +190,8 @@ def test_a_handler_that_raises_while_handlers_are_exchanged_leaves_none_exchange
 
     monkeypatch.setattr(signal, "signal", exchanged)
     with pytest.raises(Term), interrupts.Deferred():
-        signal.raise_signal(signal.SIGTERM)
+        pass
+    assert next(calls) > at
     assert {number: signal.getsignal(number) for number in interrupts._SIGNALS} == before
 
 
@@ -532,6 +534,84 @@ def test_views_of_a_flat_buffer_that_are_gradients_get_their_barriers(device: st
     assert model.flat.eq(2).all()
 
 
+def looks(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """One item for each look at the heap."""
+    found: list[int] = []
+    look = storage._look
+    monkeypatch.setattr(storage, "_look", lambda cases: (found.append(1), look(cases)))
+    return found
+
+
+def test_views_that_are_known_cost_no_look(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = nn.Linear(3, 3, device=device)
+    model.register_buffer("flat", torch.zeros(24, device=device))
+    model.register_buffer("whole", model.flat.view(4, 6))
+    model.register_buffer("part", model.whole[1:])
+    model.register_buffer("detached", model.flat.detach()[2:])
+    model.weight.grad, model.bias.grad = model.flat[:9].view(3, 3), model.flat[9:12]
+    seen = looks(monkeypatch)
+    for _ in range(2):
+        with offloaded(model, device=device) as off:
+            assert off.report.left == ()
+    del model.part, model.detached
+    kept = model.weight.grad.view(-1)
+    for _ in range(3):
+        with offloaded(model, device=device) as off:
+            assert off.report.left == ()
+    assert len(seen) == 1  # for the view that is kept
+    del kept
+
+
+@pytest.mark.filterwarnings("ignore:Using backward:UserWarning")
+def test_a_gradient_with_a_graph_that_a_leaf_outside_has_too_is_left(device: str) -> None:
+    model, other = (nn.Linear(3, 3, bias=False, device=device) for _ in range(2))
+    model(torch.ones(1, 3, device=device)).pow(2).sum().backward(create_graph=True)
+    other.weight.grad = model.weight.grad
+    off = Offloader(model, device=device)
+    assert [row.name for row in off.offload("grads").left] == ["Linear.weight.grad"]
+    with torch.no_grad():
+        other.weight.grad.add_(1)
+    off.reload()
+    model.weight.grad = other.weight.grad = None
+
+
+def test_a_leaf_in_a_sparse_layout_with_a_strided_gradient(device: str) -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        weight = nn.Parameter(torch.eye(3, device=device).to_sparse_csr())
+    model = nn.ParameterList([weight])
+
+    class Strided(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, weight):  # noqa: ARG004
+            return torch.ones(1, device=device)
+
+        @staticmethod
+        def backward(ctx, incoming):  # noqa: ARG004
+            return torch.ones(3, 3, device=device)
+
+    Strided.apply(weight).sum().backward()
+    with offloaded(model, device=device) as off:
+        assert [row.name for row in off.report.left] == ["ParameterList.0"]
+        assert is_away(weight.grad)
+    assert weight.grad.eq(1).all()
+
+
+def test_an_alias_that_no_module_owns_any_more_is_an_alias(device: str) -> None:
+    model, other = nn.Linear(3, 3, device=device), nn.Module()
+    alias = model.weight.detach()
+    other.register_buffer("alias", alias)
+    off = Offloader(model, device=device)
+    for _ in range(2):
+        assert ["'Module.alias'" in row.reason for row in off.offload().left] == [True]
+        off.reload()
+    del other.alias
+    assert off.offload().left == ()
+    with pytest.raises(OffloadedTensorError):
+        alias.sum()
+    off.reload()
+
+
 def test_a_remembered_alias_that_became_a_gradient_is_looked_for_again(device: str) -> None:
     model = nn.Linear(3, 3, bias=False, device=device)
     alias = model.weight.detach()
@@ -573,15 +653,16 @@ def test_a_refused_step_changes_nothing(device: str, fresh: bool, components: li
         each(torch.ones(1, 3, device=device)).sum().backward()
         if not fresh:
             optimizer.step()
-    with offloaded(model, optimizers[0], components=components, device=device) as off:
-        if off.report.nbytes:
-            with pytest.raises(OffloadedTensorError, match=r"step\(\).*reload"):
-                optimizers[0].step()
+    with (
+        offloaded(model, optimizers[0], components=components, device=device),
+        pytest.raises(OffloadedTensorError, match=r"step\(\).*reload"),
+    ):
+        optimizers[0].step()
     for optimizer in optimizers:
         optimizer.step()
     for one, other in zip(model.parameters(), twin.parameters(), strict=True):
         assert torch.equal(one, other)
-    assert optimizer_module._global_optimizer_pre_hooks == {}
+    assert len(optimizer_module._global_optimizer_pre_hooks) == 1
 
 
 def test_a_step_of_what_is_resident_is_not_refused(device: str) -> None:
@@ -606,6 +687,16 @@ def test_state_is_found_in_any_nesting(device: str) -> None:
     made = [torch.full((100 + index,), float(index), device=device) for index in range(5)]
     state["deque"], state["record"], state["deep"] = collections.deque([made[0]]), History(made[1]), {"a": [(made[2],)]}
     state["plain"], state["set"] = types.SimpleNamespace(inner=made[3]), {made[4]}
+    state["parameter"], state["raw"], state["numbers"] = (
+        types.SimpleNamespace(of=weight),
+        memoryview(bytearray(9)),
+        range(10**9),
+    )
+    state["optimizer"], state["module"] = optimizer, nn.Linear(2, 2, device=device)
+    chain = state["chain"] = types.SimpleNamespace()
+    for _ in range(3000):
+        chain.next = types.SimpleNamespace(before=chain)
+        chain = chain.next
     state["circle"] = [state["deep"]]
     state["deep"]["circle"] = state["circle"]
     portraits = [Portrait.of(tensor) for tensor in made]
@@ -801,7 +892,7 @@ def test_overlapping_targets_hold_one_mirror(device: str) -> None:
     for off in (*offs, *offs):
         off.offload()
         off.reload()
-        assert sum(each.host_nbytes for each in offs) <= wanted + 4 * 4096
+        assert sum(mirror.nbytes for mirror in ledger.mirrors()) <= wanted + 4 * 4096
 
 
 def test_what_gradients_left_is_given_up_when_they_stay_away_from_an_offload(device: str) -> None:
@@ -927,24 +1018,21 @@ def test_policies_and_devices_of_the_wrong_kind() -> None:
             Offloader(model, device=where)
 
 
-def test_tasks_of_one_thread_do_not_undo_each_other() -> None:
-    model = nn.Linear(2, 2)
+def test_tasks_inside_a_context_may_open_their_own(device: str) -> None:
+    model = nn.Linear(2, 2, device=device)
+    off = Offloader(model, device=device)
 
-    async def phase() -> str:
-        try:
-            with offloaded(model, device="cpu"):
-                await asyncio.sleep(0)
-                await asyncio.sleep(0)
-        except TransitionError as error:
-            return str(error)
-        return "done"
+    async def sync() -> bool:
+        with off.resident("params"):
+            return is_away(model.weight)
 
-    async def both() -> list[str]:
-        return await asyncio.gather(phase(), phase())
+    async def rollout() -> list[bool]:
+        with off.offloaded():
+            return [await asyncio.create_task(sync()), await asyncio.wait_for(sync(), None), is_away(model.weight)]
 
-    one, other = asyncio.run(both())
-    assert one == "done"
-    assert "task has a context open" in other
+    assert asyncio.run(rollout()) == [False, False, True]
+    with off.offloaded():
+        assert asyncio.run(sync()) is False
     assert not is_away(model.weight)
 
 

@@ -11,7 +11,6 @@ import torch
 from hypothesis import event, given, reject
 from hypothesis import strategies as st
 from torch import nn
-from torch.optim import optimizer as optimizer_module
 
 from torch_offload import OffloadedTensorError, Offloader, PerParameterStrategy, Residency, offloaded, resident, testing
 from torch_offload.host_memory import PAGE
@@ -166,7 +165,7 @@ def test_nothing_is_held(device: str, data: st.DataObject) -> None:
 
 def traces(specimen: Specimen, optimizer: torch.optim.Optimizer) -> list[object]:
     """Everything that could be hung on a module, a tensor or an optimizer."""
-    found: list[object] = [len(optimizer_module._global_optimizer_pre_hooks), set(optimizer.state_dict())]
+    found: list[object] = [set(optimizer.state_dict())]
     found += [
         {key: len(value) if hasattr(value, "__len__") else type(value) for key, value in vars(owner).items()}
         for owner in [*specimen.module.modules(), optimizer]
@@ -185,8 +184,8 @@ def test_nothing_is_hung_on_anybody_while_resident(device: str, data: st.DataObj
     optimizer = torch.optim.SGD(trained, momentum=0.9)
     for parameter in trained:
         optimizer.state[parameter]["momentum_buffer"] = torch.ones_like(parameter)
-    before = traces(specimen, optimizer)
     off = Offloader(specimen.module, optimizer, device=device)
+    before = traces(specimen, optimizer)
     for components in data.draw(st.lists(st.sets(st.sampled_from([*COMPONENTS, "optimizer"]), min_size=1), max_size=3)):
         off.offload(components)
     off.reload()

@@ -230,9 +230,9 @@ class Life(RuleBasedStateMachine):
         total = sum(each.nbytes() for each in storages.values())
         if self.trained:
             total += sum(p.numel() * p.element_size() for p in self.model.parameters() if p.grad is None)
-        held = self.off.host_nbytes + self.part.host_nbytes
         states = [*self.off._scope.states(), *self.part._scope.states()]
-        blocks = sum(len(mirror._blocks) for state in states for mirror in state.mirrors.values())
+        mirrors = [mirror for state in states for mirror in state.mirrors.values()]
+        held, blocks = sum(mirror.nbytes for mirror in mirrors), sum(len(mirror._blocks) for mirror in mirrors)
         assert held <= total + blocks * PAGE + 16 * 2 * len(storages), f"{held} host bytes for {total}"
 
     def teardown(self) -> None:

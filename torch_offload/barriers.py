@@ -3,19 +3,17 @@ before it reads."""
 
 from __future__ import annotations
 
+import functools
 import weakref
 from typing import Any
 
 import torch
 from torch.optim.optimizer import register_optimizer_step_pre_hook
-from torch.utils.hooks import RemovableHandle
 
 from . import ledger
 from .guard import guard_of, refusal
 from .ledger import Entry
 from .storage import gradient_of
-
-_step_hook: RemovableHandle | None = None
 
 
 class Barrier:
@@ -58,22 +56,23 @@ class Barrier:
                 del hooks[key]
 
 
-def follow_ledger() -> None:
-    """Have the steps of all torch optimizers checked while something is offloaded, and leave no hook otherwise."""
-    global _step_hook
-    if _step_hook is None and not ledger.is_empty():
-        _step_hook = register_optimizer_step_pre_hook(_check_step)
-    elif _step_hook is not None and ledger.is_empty():
-        _step_hook.remove()
-        _step_hook = None
+@functools.cache
+def check_steps() -> None:
+    """From now on, refuse steps of torch optimizers while something of theirs is offloaded. One hook a process, which stays:
+    torch goes through the table of hooks while other threads may run transitions."""
+    register_optimizer_step_pre_hook(_check_step)
 
 
 def _check_step(optimizer: torch.optim.Optimizer, _args: object, _kwargs: object) -> None:
     """Refuse a step of which a parameter or a gradient is offloaded; parameters without gradients are passed over by all."""
+    if ledger.is_empty() or torch.compiler.is_compiling():
+        return
     for group in optimizer.param_groups:
         for parameter in group["params"]:
             gradient = gradient_of(parameter)
-            for tensor in () if gradient is None else (parameter, gradient):
+            if gradient is None:
+                continue
+            for tensor in (parameter, gradient):
                 found = guard_of(tensor)
                 if found is not None and found.entry.holds_tensors():
                     raise refusal(f"{type(optimizer).__name__}.step() would use", found.name, found.entry)

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import functools
 import inspect
-import sys
 import threading
 import weakref
 from collections.abc import Callable
@@ -18,7 +17,7 @@ from typing import Generic, TypeVar
 from . import ledger
 from .errors import TransitionError
 from .interrupts import Deferred
-from .transition import Aim, Scope, bring_back, put_away
+from .transition import Aim, Logged, Scope, bring_back, put_away
 
 _Given = TypeVar("_Given")
 _Function = TypeVar("_Function", bound=Callable[..., object])
@@ -41,21 +40,19 @@ class Context(Generic[_Given]):
     def __enter__(self) -> _Given:
         is_open = False
         try:
-            with Deferred(), ledger.LOCK:
+            with Logged(self._scope), Deferred(), ledger.LOCK:
                 self._open()
                 is_open = True
-            self._scope.log()
         except BaseException:
             if is_open:  # a signal that waited was raised when all was done, and the body is not going to run
-                with Deferred(), ledger.LOCK:
+                with Logged(self._scope), Deferred(), ledger.LOCK:
                     self._close(interrupted=True)
             raise
         return self._given
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None) -> None:
-        with Deferred(), ledger.LOCK:
+        with Logged(self._scope), Deferred(), ledger.LOCK:
             self._close(interrupted=kind is not None)
-        self._scope.log()
 
     def __call__(self, function: _Function) -> _Function:
         name = getattr(function, "__qualname__", repr(function))
@@ -102,17 +99,17 @@ class _Frame:
 
     def __init__(self, scope: Scope) -> None:
         self._scope = scope
-        self._task = _current_task()
+        self._thread = threading.get_ident()
         self._states = scope.states()
         storages = {key: (weakref.ref(each.storage), each.entry is not None) for key, each in scope.plan().storages.items()}
         self._aim = Aim(scope.away(), storages)
 
     def push(self) -> None:
         for state in self._states:
-            if any(frame._task != self._task for frame in state.open_contexts()):
+            if any(frame._thread != self._thread for frame in state.open_contexts()):
                 raise TransitionError(
-                    "another thread or task has a context open over this target: leaving either would undo the other. Open "
-                    "one context around both"
+                    "another thread has a context open over this target: leaving either would undo the other. Open one "
+                    "context around both threads"
                 )
         for state in self._states:
             state.contexts.append(weakref.ref(self))
@@ -121,12 +118,11 @@ class _Frame:
         """Close this entry. Those above it that are still open were cut while they were left, if an exception passes through;
         otherwise somebody mixed the order up."""
         stacks = [state.open_contexts() for state in self._states]
-        is_open = all(self in stack for stack in stacks)
-        is_last = all(stack[-1:] == [self] for stack in stacks)
+        is_next = all(self in stack if interrupted else stack[-1:] == [self] for stack in stacks)
         for state, stack in zip(self._states, stacks, strict=True):
-            below = stack[: stack.index(self)] if interrupted and is_open else [each for each in stack if each is not self]
-            state.contexts[:] = map(weakref.ref, below)
-        if not is_last and not (interrupted and is_open):
+            stays = stack[: stack.index(self)] if is_next else [each for each in stack if each is not self]
+            state.contexts[:] = map(weakref.ref, stays)
+        if not is_next:
             raise TransitionError(
                 "contexts over one target must be left in the reverse order of entering; this one was left first, and nothing "
                 "was moved. Call offload() or reload() for the state you want"
@@ -149,13 +145,3 @@ class _Frame:
         if come or False in changed or not goes:
             bring_back(self._scope, come, self._aim)
         del held
-
-
-def _current_task() -> tuple[int, int]:
-    """Who runs: the thread, and in it the asyncio task if there is one."""
-    asyncio = sys.modules.get("asyncio")
-    try:
-        task = None if asyncio is None else asyncio.current_task()
-    except RuntimeError:  # no loop runs
-        task = None
-    return threading.get_ident(), id(task)

@@ -103,7 +103,8 @@ def map_pages(nbytes: int) -> mmap.mmap:
 def touch(pages: Any, pointer: int, nbytes: int) -> None:
     """Make the operating system supply every page now, by several threads at once.
 
-    The garbage collector rests meanwhile: in one of the threads it would run finalizers, which may wait for whoever waits here.
+    The garbage collector rests meanwhile, in the whole process: in one of the threads it would run finalizers, which may wait
+    for whoever waits here.
     """
 
     def zero(offset: int) -> None:

@@ -55,8 +55,8 @@ class Entry:
         slot: the host memory; None for bytes that were discarded and come back as zeros.
         checksum: of the bytes in the slot; None if unknown.
         writes: how many times the mirror was written on purpose.
-        guards: weak references to the guards of the tensors on it (guard.py).
-        barriers: weak references to what stops a backward from accumulating into it (guard.py).
+        guards: weak references to the guards of the tensors on it (guard.py), in order, by their ids.
+        barriers: weak references to what stops a backward from accumulating into it (barriers.py).
         claims: (target's state, component, key) for each claim on it, to notice a name that is re-pointed meanwhile.
     """
 
@@ -70,7 +70,7 @@ class Entry:
         self.slot: Slot | None = None
         self.checksum: int | None = None
         self.writes = 0
-        self.guards: list[weakref.ref[Any]] = []
+        self.guards: dict[int, weakref.ref[Any]] = {}
         self.barriers: list[weakref.ref[Any]] = []
         self.claims: list[tuple[weakref.ref[TargetState], str, Key]] = []
         self.pid = os.getpid()
@@ -233,10 +233,14 @@ def entries() -> Iterator[Entry]:
     return (entry for entry in list(_entries.values()) if entry.storage() is not None)
 
 
+def mirrors() -> list[PinnedMirror]:
+    """The mirrors of all targets that are alive."""
+    return [mirror for state in list(_targets.values()) for mirror in state.mirrors.values()]
+
+
 def homes() -> dict[int, PinnedMirror]:
     """For each storage that has a slot waiting for it, by address: the mirror, of whatever target, that the slot waits in."""
-    mirrors = [mirror for state in list(_targets.values()) for mirror in state.mirrors.values()]
-    return {storage._cdata: mirror for mirror in mirrors for storage in mirror.waiting()}
+    return {storage._cdata: mirror for mirror in mirrors() for storage in mirror.waiting()}
 
 
 def state_of(target: object) -> TargetState:

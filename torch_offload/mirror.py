@@ -11,7 +11,8 @@ from __future__ import annotations
 
 import dataclasses
 import weakref
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any
 
 import torch
 
@@ -29,10 +30,11 @@ class Slot:
         nbytes: its size in bytes.
         name: the name its bytes were offloaded under last; component: its component.
         origin: weak reference to the device storage they came from, or None.
+        owners: weak references to whoever claimed it.
         checksum: what `checksum.checksums` said of them; None where they are not known to equal ``origin``'s.
     """
 
-    __slots__ = ("__weakref__", "block", "checksum", "component", "name", "nbytes", "offset", "origin")
+    __slots__ = ("__weakref__", "block", "checksum", "component", "name", "nbytes", "offset", "origin", "owners")
 
     def __init__(self, block: HostBlock, offset: int, nbytes: int) -> None:
         self.block = block
@@ -40,6 +42,7 @@ class Slot:
         self.nbytes = nbytes
         self.name = self.component = ""
         self.origin: weakref.ref[torch.UntypedStorage] | None = None
+        self.owners: list[weakref.ref[Any]] = []
         self.checksum: int | None = None
 
     def bytes(self) -> torch.Tensor:
@@ -57,6 +60,11 @@ class Slot:
         """The address of the storage it belonged to; None if that is dead."""
         origin = None if self.origin is None else self.origin()
         return None if origin is None else int(origin._cdata)
+
+    def is_owned_by(self, owners: Iterable[object]) -> bool:
+        """Whether one of these claimed the storage."""
+        mine = [reference() for reference in self.owners]
+        return any(owner is each for owner in owners for each in mine)
 
     def is_abandoned(self) -> bool:
         """Whether the storage it belonged to is dead."""
@@ -121,6 +129,15 @@ class PinnedMirror:
         self._idle.clear()
         host_memory.drain()
 
+    def serves(self, owners: Sequence[object]) -> bool:
+        """Whether a slot here, waiting or lent, is of a storage that one of these claimed."""
+        return any(slot.is_owned_by(owners) for slots in self._blocks.values() for slot in slots)
+
+    def give_up(self, owners: Sequence[object]) -> None:
+        """Give back what waits here of storages that these claimed."""
+        self._drop(lambda slot: slot.is_owned_by(owners))
+        host_memory.drain()
+
     def waiting(self) -> Iterator[torch.UntypedStorage]:
         """The storages whose slots wait here."""
         return (origin for slot in self._idle.values() if slot.origin is not None and (origin := slot.origin()) is not None)
@@ -153,7 +170,10 @@ class PinnedMirror:
             is_theirs = slot.name in names or slot.origin_address() in storages
             return is_theirs or (slot.is_abandoned() and (components is None or slot.component in components))
 
-        for key in [key for key, slot in self._idle.items() if key not in kept and is_gone(slot)]:
+        self._drop(lambda slot: id(slot) not in kept and is_gone(slot))
+
+    def _drop(self, is_gone: Callable[[Slot], bool]) -> None:
+        for key in [key for key, slot in self._idle.items() if is_gone(slot)]:
             del self._idle[key]
         self._break_up()
 

@@ -16,7 +16,7 @@ from .plan import Plan
 from .report import Residency, TransitionReport
 from .storage import storage_of
 from .strategies import strategies_for
-from .transition import Aim, PreparedOffload, Scope, bring_back, prepare, put_away, reload_entries
+from .transition import Aim, Logged, PreparedOffload, Scope, bring_back, prepare, put_away, reload_entries
 
 Components = Iterable[str] | str | None
 
@@ -63,10 +63,8 @@ class Offloader:
             TransitionError: everything is as it was.
             ValueError: an unknown component.
         """
-        with Deferred(), ledger.LOCK:
-            report = put_away(self._scope, *self._offload(components))
-        self._scope.log()
-        return report
+        with Logged(self._scope), Deferred(), ledger.LOCK:
+            return put_away(self._scope, *self._offload(components))
 
     def prepare(self, components: Components = None) -> PreparedOffload:
         """Do everything of `offload` that can fail, and free nothing yet: for ranks that must agree first.
@@ -87,21 +85,19 @@ class Offloader:
             DeviceMemoryError, IntegrityError, MirrorMismatchError, TransitionError: everything stays offloaded, call again.
             ValueError: an unknown component.
         """
-        with Deferred(), ledger.LOCK:
+        with Logged(self._scope), Deferred(), ledger.LOCK:
             chosen = self._chosen(components)
-            report = bring_back(self._scope, chosen, Aim(self._scope.away(minus=chosen)))
-        self._scope.log()
-        return report
+            return bring_back(self._scope, chosen, Aim(self._scope.away(minus=chosen)))
 
     def close(self) -> None:
-        """Reload what is away and give the host memory back to the operating system; the next `offload` builds it anew.
+        """Reload what is away and give its host memory back to the operating system; the next `offload` builds it anew.
 
         Names that were re-pointed while offloaded keep what they stand for now; sizes are learnt again.
 
         Raises:
             DeviceMemoryError, IntegrityError, TransitionError: as `reload`; nothing is lost.
         """
-        with Deferred(), ledger.LOCK:
+        with Logged(self._scope), Deferred(), ledger.LOCK:
             every = frozenset(self.components)
             bring_back(self._scope, every, Aim(self._scope.away(minus=every)), check_names=False)
             states = self._scope.states()
@@ -110,8 +106,9 @@ class Offloader:
             for state in states:
                 for mirror in state.mirrors.values():
                     mirror.close()
+            for mirror in ledger.mirrors():  # a storage that others have too may be in theirs
+                mirror.give_up(states)
             self._scope.known.clear()
-        self._scope.log()
 
     def offloaded(self, components: Components = None) -> Context[Offloader]:
         """A context in which these components are away; see `torch_offload.offloaded`."""
@@ -140,7 +137,7 @@ class Offloader:
 
     @property
     def host_nbytes(self) -> int:
-        """Host memory that the targets' mirrors hold, in bytes: in use and idle, whole pages."""
+        """Host memory of the mirrors that hold the targets' bytes: in use and idle, whole pages."""
         with ledger.LOCK:
             ledger.drain()
             return sum(row.nbytes for row in self._scope.mirrors())

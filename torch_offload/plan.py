@@ -60,7 +60,7 @@ class Planned:
         nbytes: its size in bytes when resident.
         claims: at least one.
         aliases: further tensors that strategies know on it.
-        leaves: tensors that somebody claims, or whose gradient somebody claims, with their gradient on it.
+        leaves: tensors that somebody claims, or whose gradient somebody claims, that have their gradient on it.
     """
 
     storage: Storage
@@ -221,7 +221,14 @@ class Plan:
 
         Raises:
             SharedStorageError: one has other holders and its policy is ``shared="raise"``.
+            UnsupportedTargetError: one has no memory.
         """
+        for each in planned:
+            if not has_memory(each.storage):
+                raise UnsupportedTargetError(
+                    f"{each.name!r} is a {type(each.claims[0].claim.tensor).__name__}, whose storage has no memory: it wraps "
+                    "other tensors, and no strategy here reaches into it. Nothing was touched"
+                )
         verdicts = examine([(each.storage, each.known()) for each in planned])
         moves, left = [], []
         for each, verdict in zip(planned, verdicts, strict=True):
@@ -274,15 +281,7 @@ def _storage(named: Named) -> Storage | None:
         raise UnsupportedTargetError(f"{named.name!r} is a {type(tensor).__name__}, not a tensor. Nothing was touched")
     if problem := _unsupported(tensor):
         raise UnsupportedTargetError(f"{named.name!r} {problem}. Nothing was touched")
-    if attribute(tensor, "layout") is not torch.strided:
-        return None
-    storage = storage_of(tensor)
-    if storage.nbytes() and not has_memory(storage):
-        raise UnsupportedTargetError(
-            f"{named.name!r} is a {type(tensor).__name__}, whose storage has no memory: it wraps other tensors, and no "
-            "strategy here reaches into it. Nothing was touched"
-        )
-    return storage
+    return storage_of(tensor) if attribute(tensor, "layout") is torch.strided else None
 
 
 def _unsupported(tensor: torch.Tensor) -> str | None:

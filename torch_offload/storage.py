@@ -226,11 +226,11 @@ class _Case:
     def __init__(self, storage: Storage, known: Sequence[torch.Tensor]) -> None:
         self.storage = storage
         self.fixed = _not_resizable(storage)
-        self.known = {id(tensor): tensor for tensor in known if storage_of(tensor) is storage}
+        self.known = {id(tensor): tensor for tensor in known if address_of(tensor) == storage._cdata}
         self.known_leaves = {id(tensor): tensor for tensor in known if gradient_of(tensor) is not None}
         self.leaves: dict[int, torch.Tensor] = {}  # found beyond the known ones
         self.visible: dict[int, torch.Tensor] = {}  # found beyond the known ones
-        self.owners: dict[int, str] = {}  # those of them that a module owns, by name
+        self.owners: dict[int, _Place] = {}  # where a module has those of them that one owns
         self.quiet: dict[int, torch.Tensor] = {}  # bases that nobody refers to but their views
         for tensor in known:
             self._add_base(tensor)
@@ -239,7 +239,7 @@ class _Case:
     def _add_base(self, tensor: torch.Tensor) -> None:
         is_quiet = sys.getrefcount(attribute(tensor, "_base")) <= _UNREFERENCED  # before this function refers to it as well
         base = attribute(tensor, "_base")
-        if base is None or id(base) in self.known | self.quiet or storage_of(base) is not self.storage:
+        if base is None or id(base) in self.known | self.quiet or address_of(base) != self.storage._cdata:
             return
         (self.quiet if is_quiet else self.visible)[id(base)] = base
 
@@ -249,10 +249,19 @@ class _Case:
         return None if count is None else count - len(self.known | self.visible | self.quiet)
 
     def has_unknown_leaf(self) -> bool:
-        """Whether C++ refers to a tensor on the storage more often than the leaves explain that are known or found."""
+        """Whether C++ refers to a tensor on the storage more often than the leaves and views explain that are known or found.
+
+        What else refers to one is a graph that saved it: a look then finds nothing. A tensor that requires gradients has a
+        node that refers to it; those are asked only if they are gradients themselves.
+        """
         explained = collections.Counter(id(gradient_of(leaf)) for leaf in {**self.known_leaves, **self.leaves}.values())
-        tensors = {**self.known, **self.visible}.items()
-        return any(_references_from_cpp(tensor) > explained[key] for key, tensor in tensors)
+        views = {**self.known, **self.visible, **self.quiet}
+        bases = collections.Counter(id(attribute(view, "_base")) for view in views.values())
+        return any(
+            _references_from_cpp(tensor) > explained[key] + bases[key]
+            for key, tensor in {**self.known, **self.visible}.items()
+            if key in explained or not attribute(tensor, "requires_grad")
+        )
 
     def is_doubtful(self) -> bool:
         """Whether somebody beyond the known tensors may hold the storage."""
@@ -263,13 +272,15 @@ class _Case:
         past = _seen.get(self.storage._cdata)
         if past is None or past.storage() is not self.storage:
             return False
-        for reference, owner in past.visible:
+        for reference, place in past.visible:
             tensor = reference()
-            if tensor is None or id(tensor) in self.known | self.quiet or storage_of(tensor) is not self.storage:
+            if tensor is None or id(tensor) in self.known | self.quiet or address_of(tensor) != self.storage._cdata:
                 continue
+            if place is not None and not place.has(tensor):
+                return False
             self.visible[id(tensor)] = tensor
-            if owner is not None:
-                self.owners[id(tensor)] = owner
+            if place is not None:
+                self.owners[id(tensor)] = place
         for reference in past.leaves:
             leaf = reference()
             if leaf is not None and id(leaf) not in self.known_leaves:
@@ -289,7 +300,7 @@ class _Case:
             holding = Holding.ALIASED
             reasons.append("other tensors on it: " + ", ".join(_described(tensor) for tensor in others[:5]))
         leaves = [leaf for leaf in self.leaves.values() if id(gradient_of(leaf)) in {**self.known, **self.visible}]
-        users = {*self.owners.values(), *(f"the gradient of a {_described(leaf)}" for leaf in leaves)}
+        users = {*(place.text for place in self.owners.values()), *(f"the gradient of a {_described(leaf)}" for leaf in leaves)}
         if users:
             holding = Holding.IN_USE
             reasons.append(f"used outside the targets: {listed(sorted(users))}")
@@ -305,11 +316,27 @@ class _Case:
 
 
 @dataclasses.dataclass(frozen=True)
+class _Place:
+    """Where a module has a tensor."""
+
+    module: weakref.ref[torch.nn.Module]
+    table: str
+    name: str
+    text: str
+
+    def has(self, tensor: torch.Tensor) -> bool:
+        """Whether the tensor is still there."""
+        module = self.module()
+        return module is not None and (module.__dict__.get(self.table) or {}).get(self.name) is tensor
+
+
+@dataclasses.dataclass(frozen=True)
 class _Seen:
-    """The tensors that a look at the heap found on a storage, who owns each, and leaves with such a gradient; held weakly."""
+    """The tensors that a look at the heap found on a storage, where a module has each, and leaves with such a gradient; all
+    held weakly."""
 
     storage: weakref.ref[Storage]
-    visible: list[tuple[weakref.ref[torch.Tensor], str | None]]
+    visible: list[tuple[weakref.ref[torch.Tensor], _Place | None]]
     leaves: list[weakref.ref[torch.Tensor]]
 
 
@@ -344,14 +371,14 @@ def _look(cases: Iterable[_Case]) -> None:
             for name, tensor in (module.__dict__.get(table) or {}).items():
                 case = wanted.get(id(tensor))
                 if case is not None and id(tensor) in case.visible:
-                    case.owners[id(tensor)] = f"{type(module).__name__}.{name}"
+                    case.owners[id(tensor)] = _Place(weakref.ref(module), table, name, f"{type(module).__name__}.{name}")
 
 
 def _references_from_cpp(tensor: torch.Tensor) -> int:
-    """How many references to a tensor without gradients C++ holds: one for each leaf whose gradient it is, one for each graph
+    """How many references to a tensor C++ holds: one for each leaf whose gradient it is, each view whose base it is, each graph
     that saved it. 0 where this torch release does not count."""
     count: Any = getattr(torch.Tensor, "_use_count", None)
-    return 0 if count is None or attribute(tensor, "requires_grad") else int(plainly(count, tensor)) - 1
+    return 0 if count is None else int(plainly(count, tensor)) - 1
 
 
 def _not_resizable(storage: Storage) -> str | None:

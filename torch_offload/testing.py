@@ -189,7 +189,8 @@ def assert_round_trip(*targets: Any, extra: Iterable[torch.Tensor] = (), cycles:
     """
     off = Offloader(*targets, **keywords)
     claimed = [(named.name, named.claim.tensor) for named in off._scope.plan().claims]
-    portraits = [Portrait.of(tensor) for _, tensor in claimed if tensor.layout is torch.strided] + [*map(Portrait.of, extra)]
+    portraits = [Portrait.of(tensor) for _, tensor in claimed if tensor.layout is torch.strided]
+    portraits += [Portrait.of(tensor) for tensor in extra if tensor.layout is torch.strided]
     held: dict[int, tuple[storage.Storage, int, set[str]]] = {}  # each storage, its size, and its names
     for name, tensor in claimed:
         if tensor.layout is torch.strided and device.covers(off._scope.device, tensor.device):

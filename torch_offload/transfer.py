@@ -76,10 +76,10 @@ class Prepared:
             self._entries.append(entry)
             ledger.add(entry)
             guard.guard(move.tensors, entry)
-            for parameter, name in move.gradients:
-                if parameter.is_floating_point() or parameter.is_complex():
-                    barriers.Barrier(parameter, name, entry)
-        barriers.follow_ledger()
+            for leaf, name in move.gradients:
+                if leaf.is_floating_point() or leaf.is_complex():
+                    barriers.Barrier(leaf, name, entry)
+        barriers.check_steps()
 
     def _find_host_memory(self, components: Iterable[str]) -> None:
         """A slot for each storage whose bytes are kept: the one that waits for it, in whichever mirror, before any other."""
@@ -108,6 +108,7 @@ class Prepared:
             if move.read_only and slot.is_of(move.storage) and slot.checksum == entry.checksum:
                 continue
             slot.checksum, slot.origin, slot.name, slot.component = None, weakref.ref(move.storage), move.name, move.component
+            slot.owners = [state for state, _, _ in move.claims]
             copy(slot.bytes(), storage.byte_view(move.storage))
             self.copied_nbytes += entry.nbytes
         device.synchronize(self._devices)

@@ -27,8 +27,8 @@ from types import CodeType, FrameType
 
 import torch
 
-from . import barriers, ledger, transfer
 from . import device as devices
+from . import ledger, transfer
 from .errors import OffloadedTensorError, TransitionError, listed
 from .interrupts import Deferred
 from .ledger import Entry, TargetState
@@ -71,7 +71,7 @@ class Scope:
         verify: whether bytes are checksummed.
         known: size in bytes and dtype of each parameter offloaded before, by strategy and name.
         report: of the last transition.
-        unlogged: the lines of transitions that `log` has not logged yet.
+        unlogged: lines of transitions for the log.
     """
 
     def __init__(self, strategies: Sequence[Strategy], device: torch.device, *, verify: bool) -> None:
@@ -81,12 +81,6 @@ class Scope:
         self.known: dict[tuple[int, str], tuple[int, torch.dtype]] = {}
         self.report: TransitionReport | None = None
         self.unlogged: list[str] = []
-
-    def log(self) -> None:
-        """See [Note: logging]."""
-        while self.unlogged:
-            with contextlib.suppress(Exception):  # a handler's own
-                _log.info("%s", self.unlogged.pop(0))
 
     def hold(self) -> list[object]:
         """The targets, for as long as the caller keeps the list: none of them dies in the middle of a transition."""
@@ -109,8 +103,28 @@ class Scope:
         return list({id(state): state for state in map(state_of, self.alive())}.values())
 
     def mirrors(self) -> tuple[MirrorRow, ...]:
-        rows = {id(mirror): (each.name, mirror) for each in self.alive() for mirror in state_of(each).mirrors.values()}
-        return tuple(MirrorRow(name, mirror.nbytes, mirror.pinned, mirror.exact) for name, mirror in rows.values())
+        """The targets' own mirrors, and those of others in which some of their bytes are."""
+        names = {id(mirror): each.name for each in self.alive() for mirror in state_of(each).mirrors.values()}
+        states = self.states()
+        return tuple(
+            MirrorRow(names.get(id(mirror), "another target"), mirror.nbytes, mirror.pinned, mirror.exact)
+            for mirror in ledger.mirrors()
+            if id(mirror) in names or mirror.serves(states)
+        )
+
+
+class Logged:
+    """Log what happened in a block when it is left. See [Note: logging]."""
+
+    def __init__(self, scope: Scope) -> None:
+        self._scope = scope
+
+    def __enter__(self) -> None: ...
+
+    def __exit__(self, *_: object) -> None:
+        while self._scope.unlogged:
+            with contextlib.suppress(Exception):  # a handler's own
+                _log.info("%s", self._scope.unlogged.pop(0))
 
 
 def state_of(strategy: Strategy) -> TargetState:
@@ -149,11 +163,9 @@ class PreparedOffload:
         Raises:
             TransitionError: it was committed or abandoned before, or this is a forked child of the process that prepared it.
         """
-        with Deferred(), ledger.LOCK:
+        with Logged(self._scope), Deferred(), ledger.LOCK:
             _refuse_on_top_of_another()
-            report = self._commit()
-        self._scope.log()
-        return report
+            return self._commit()
 
     def _commit(self) -> TransitionReport:
         prepared, plan = self._taken(prepared_here=True)
@@ -224,7 +236,6 @@ def reload_entries(entries: Sequence[Entry], device: torch.device, *, verify: bo
     """Reload these storages, whoever claims them."""
     start(device)
     transfer.allocate_then_copy([entry for entry in entries if entry.is_current()], verify=verify)
-    barriers.follow_ledger()
 
 
 def start(device: torch.device) -> None:
@@ -299,7 +310,6 @@ def _settle(scope: Scope, away: Away) -> None:
         while state.barriers and not state.away:
             with contextlib.suppress(Exception):  # a user's own, and the bytes are where they should be
                 state.barriers.pop()()
-    barriers.follow_ledger()
 
 
 def _check_call(name: str, reference: weakref.ref[TargetState], call: str) -> None:

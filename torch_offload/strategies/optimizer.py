@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
-from types import ModuleType
+import dataclasses
+from collections import deque
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from types import FunctionType, MethodType, ModuleType
 from typing import Any
 
 import torch
@@ -13,7 +15,8 @@ from .base import Claim, Shared, Strategy
 
 
 class OptimizerStrategy(Strategy):
-    """Every tensor in the state of a `torch.optim.Optimizer`, under any key and in any nesting.
+    """Every tensor in the state of a `torch.optim.Optimizer`, under any key, in any nesting of containers, records and plain
+    objects.
 
     Looking creates no state, and nothing is added to it. Beside an accelerator, tensors in host memory (AdamW's ``step``)
     are left alone. While the state is away, `load_state_dict` raises, since it would build fresh state on the device, and
@@ -47,7 +50,7 @@ class OptimizerStrategy(Strategy):
         for index, (key, state) in enumerate(self.target.state.items()):
             is_parameter = isinstance(key, torch.Tensor)
             of_name = names.get(id(key), f"state {index}") if is_parameter else str(key)
-            for path, tensor in _tensors(state, ()):
+            for path, tensor in _tensors(state, names):
                 yield Claim(
                     tensor=tensor,
                     name=".".join(path) or "state",
@@ -72,19 +75,27 @@ def _parameter_names(optimizer: torch.optim.Optimizer) -> dict[int, str]:
     return names
 
 
-def _tensors(thing: Any, path: tuple[str, ...], around: tuple[int, ...] = ()) -> Iterator[tuple[tuple[str, ...], torch.Tensor]]:
-    """The tensors in a thing and the names on the way to each; ``around`` are the ids of what it is in, against circles."""
-    if isinstance(thing, torch.Tensor):
-        yield path, thing
-    elif id(thing) not in around:
-        for key, value in _members(thing):
-            yield from _tensors(value, (*path, str(key)), (*around, id(thing)))
+def _tensors(state: Any, parameters: Collection[int]) -> Iterator[tuple[tuple[str, ...], torch.Tensor]]:
+    """The tensors in a state and the names on the way to each, but for the parameters with these ids."""
+    waiting: list[tuple[tuple[str, ...], Any]] = [((), state)]
+    seen: set[int] = set()
+    while waiting:
+        path, thing = waiting.pop()
+        if isinstance(thing, torch.Tensor):
+            if id(thing) not in parameters:
+                yield path, thing
+        elif id(thing) not in seen:
+            seen.add(id(thing))
+            waiting += [((*path, str(key)), value) for key, value in reversed(_members(thing))]
 
 
-def _members(thing: Any) -> Iterable[tuple[Any, Any]]:
+def _members(thing: Any) -> list[tuple[Any, Any]]:
+    """What a container, a record or a plain object has; nothing of what is code or has tensors of its own."""
     if isinstance(thing, Mapping):
         return list(thing.items())
-    if isinstance(thing, (Sequence, Set)) and not isinstance(thing, (str, bytes, bytearray)):
+    if isinstance(thing, (list, tuple, deque, set, frozenset)):
         return list(enumerate(thing))
-    is_plain = not isinstance(thing, (type, ModuleType, torch.nn.Module)) and not callable(thing)
-    return list(getattr(thing, "__dict__", {}).items()) if is_plain else ()
+    if dataclasses.is_dataclass(thing) and not isinstance(thing, type):
+        return [(field.name, getattr(thing, field.name, None)) for field in dataclasses.fields(thing)]
+    is_code = isinstance(thing, (type, ModuleType, FunctionType, MethodType, torch.nn.Module, torch.optim.Optimizer))
+    return list(vars(thing).items()) if type(thing).__dictoffset__ and not is_code else []
