@@ -116,6 +116,13 @@ def _bits(tensor: torch.Tensor) -> torch.Tensor:
     return torch.cat([tensor.detach().resolve_conj().reshape(-1)]).view(torch.uint8)  # cat: strides of one
 
 
+def overlaps(tensor: torch.Tensor) -> bool:
+    """Whether two elements are one: what is written then depends on an order that devices do not promise."""
+    places = torch.arange(storage_of(tensor).nbytes() // tensor.element_size())
+    places = places.as_strided(tensor.size(), tensor.stride(), tensor.storage_offset())
+    return places.unique().numel() < places.numel()
+
+
 @given(data=st.data())
 def test_loading_while_offloaded_lands_after_the_reload(device: str, data: st.DataObject) -> None:
     specimen = drawn(data, device)
@@ -123,8 +130,7 @@ def test_loading_while_offloaded_lands_after_the_reload(device: str, data: st.Da
     values = {
         name: torch.arange(tensor.numel()).view(tensor.shape).to(tensor.dtype)
         for name, tensor in specimen.module.state_dict().items()
-        if not any(size > 1 and stride == 0 for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
-        and not tensor.is_inference()
+        if not overlaps(tensor) and not tensor.is_inference()
     }
     with offloaded(specimen.module, device=device):
         specimen.module.load_state_dict(values, strict=False)

@@ -171,6 +171,16 @@ def test_the_heap_is_looked_at_only_when_the_number_is_new(device: str, monkeypa
     assert len(looks) == 2
 
 
+def test_what_was_found_of_dead_storages_is_forgotten(device: str) -> None:
+    for _ in range(5):
+        weight = nn.Parameter(torch.randn(4, 4, device=device))
+        alias = weight.detach()
+        assert is_exclusive(weight).holding is Holding.ALIASED
+        assert len([past for past in storage._seen.values() if past.storage() is None]) <= 1
+        assert any(past.storage() is storage_of(weight) for past in storage._seen.values())
+        del weight, alias
+
+
 def test_looking_asks_no_foreign_class_and_keeps_nothing_alive(device: str) -> None:
     class Rude:
         @property

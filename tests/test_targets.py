@@ -448,10 +448,12 @@ def test_a_frozen_reference_is_copied_once_and_again_when_it_changed(device: str
     model = nn.Linear(64, 64, device=device)
     off = Offloader(model, device=device, read_only=True)
     copies = []
-    for cycle in range(4):
-        if cycle == 2:
-            with torch.no_grad():
+    for cycle in range(6):
+        with torch.no_grad():
+            if cycle == 2:
                 model.weight[0, 0] += 1
+            if cycle == 4:
+                model.bias[0] += 1
         portraits = [Portrait.of(p) for p in model.parameters()]
         with link() as traffic:
             report = off.offload()
@@ -460,7 +462,7 @@ def test_a_frozen_reference_is_copied_once_and_again_when_it_changed(device: str
         off.reload()
         for portrait in portraits:
             portrait.check()
-    assert copies == [(64 * 64 + 64) * 4, 0, 64 * 64 * 4, 0]
+    assert copies == [(64 * 64 + 64) * 4, 0, 64 * 64 * 4, 0, 64 * 4, 0]
 
 
 def test_later_cycles_allocate_nothing_while_sizes_stay(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
