@@ -27,7 +27,7 @@ from torch_offload import (
 )
 from torch_offload.host_memory import PAGE
 from torch_offload.storage import storage_of
-from torch_offload.testing import Portrait, assert_round_trip, link
+from torch_offload.testing import Portrait, assert_round_trip, link, mirrored_nbytes
 
 
 def trained(device: str, kind=torch.optim.AdamW, **keywords) -> tuple[nn.Module, torch.optim.Optimizer]:
@@ -415,12 +415,12 @@ def test_a_weight_with_two_owners_has_one_place(device: str) -> None:
     for off in (both, first, both, second, both):
         off.offload()
         assert storage_of(other.weight).nbytes() == 0
-        assert wanted - 64 * 4 <= sum(mirror.nbytes for mirror in ledger.mirrors()) <= wanted + 4 * PAGE
+        assert wanted - 64 * 4 <= mirrored_nbytes(first, second) <= wanted + 4 * PAGE
         assert off.host_nbytes >= off.report.nbytes
         off.reload()
     second.close()  # what lies in the mirror of the first one too
     assert second.host_nbytes == 0
-    assert sum(mirror.nbytes for mirror in ledger.mirrors()) <= 2 * PAGE
+    assert mirrored_nbytes(first, second) <= 2 * PAGE
     first.offload()
     second.offload()  # it is away already, under the first one's name
     assert second.residency["params"] is Residency.OFFLOADED

@@ -5,10 +5,11 @@ proves nothing, since a foreign `set_` regrows a freed storage. The flag is rais
 after the bytes are back and verified, so a transition that is cut anywhere leaves every byte recoverable, and the next call
 finishes it. An entry is there from before its tensors are guarded until after the last of them is free again.
 
-The *targets* map a module or optimizer to its `TargetState`: the components that are away, the mirror, the open contexts.
+The *targets* map a module or optimizer to its `TargetState`: the components that are away, the mirror, the open contexts. The
+*places* say which slot a storage had last, whoever's mirror that is in.
 
 [Note: nothing is held]
-Neither table keeps a tensor, a storage or a target alive. When an offloaded storage dies, the next call gives its slot back to
+No table keeps a tensor, a storage or a target alive. When an offloaded storage dies, the next call gives its slot back to
 the mirror; if the target is gone too, nobody can use the slot again, and a callback gives it up at once. It may run in any
 thread, inside a locked region or a loop over the table, so it does no more than that.
 """
@@ -168,6 +169,7 @@ class TargetState:
     Attributes:
         away: the components that are to be away.
         mirrors: its host memory, by type of device; made at the first offload.
+        elsewhere: mirrors of other targets that hold bytes of storages it claims too.
         contexts: weak references to the open contexts over it, innermost last.
         barriers: for each component that is away, what undoes the hooks that were set on the target for it.
         lost: (component, key) of storages that died while they were offloaded.
@@ -176,6 +178,7 @@ class TargetState:
     def __init__(self) -> None:
         self.away: set[str] = set()
         self.mirrors: dict[str, PinnedMirror] = {}
+        self.elsewhere: weakref.WeakSet[PinnedMirror] = weakref.WeakSet()
         self.contexts: list[weakref.ref[Any]] = []
         self.barriers: list[Callable[[], None]] = []
         self.lost: set[tuple[str, Key]] = set()
@@ -188,9 +191,15 @@ class TargetState:
         """The mirror for storages on this device."""
         return self.mirrors.setdefault(device.type, PinnedMirror(device))
 
+    def uses(self, mirror: PinnedMirror) -> None:
+        """Note that storages it claims have their bytes in this mirror."""
+        if not any(mirror is own for own in self.mirrors.values()):
+            self.elsewhere.add(mirror)
+
 
 _entries: dict[int, Entry] = {}
 _targets: MutableMapping[Any, TargetState] = WeakIdKeyDictionary()
+_places: weakref.WeakValueDictionary[int, Slot] = weakref.WeakValueDictionary()
 
 
 def _keep(_slot: Slot) -> None:
@@ -233,14 +242,15 @@ def entries() -> Iterator[Entry]:
     return (entry for entry in list(_entries.values()) if entry.storage() is not None)
 
 
-def mirrors() -> list[PinnedMirror]:
-    """The mirrors of all targets that are alive."""
-    return [mirror for state in list(_targets.values()) for mirror in state.mirrors.values()]
+def home_of(storage: Storage) -> PinnedMirror | None:
+    """The mirror, of whatever target, in which a slot waits for this storage."""
+    slot = _places.get(storage._cdata)
+    return slot.mirror() if slot is not None and slot.is_of(storage) else None
 
 
-def homes() -> dict[int, PinnedMirror]:
-    """For each storage that has a slot waiting for it, by address: the mirror, of whatever target, that the slot waits in."""
-    return {storage._cdata: mirror for mirror in mirrors() for storage in mirror.waiting()}
+def place(storage: Storage, slot: Slot) -> None:
+    """Remember where the storage's bytes are."""
+    _places[storage._cdata] = slot
 
 
 def state_of(target: object) -> TargetState:
@@ -278,4 +288,5 @@ def clear() -> None:
     """Forget everything, for tests."""
     _entries.clear()
     _targets.clear()
+    _places.clear()
     drain()

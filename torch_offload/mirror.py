@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import dataclasses
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -31,12 +31,14 @@ class Slot:
         name: the name its bytes were offloaded under last; component: its component.
         origin: weak reference to the device storage they came from, or None.
         owners: weak references to whoever claimed it.
+        mirror: weak reference to the mirror it is of.
         checksum: what `checksum.checksums` said of them; None where they are not known to equal ``origin``'s.
     """
 
-    __slots__ = ("__weakref__", "block", "checksum", "component", "name", "nbytes", "offset", "origin", "owners")
+    __slots__ = ("__weakref__", "block", "checksum", "component", "mirror", "name", "nbytes", "offset", "origin", "owners")
 
-    def __init__(self, block: HostBlock, offset: int, nbytes: int) -> None:
+    def __init__(self, mirror: PinnedMirror, block: HostBlock, offset: int, nbytes: int) -> None:
+        self.mirror = weakref.ref(mirror)
         self.block = block
         self.offset = offset
         self.nbytes = nbytes
@@ -138,10 +140,6 @@ class PinnedMirror:
         self._drop(lambda slot: slot.is_owned_by(owners))
         host_memory.drain()
 
-    def waiting(self) -> Iterator[torch.UntypedStorage]:
-        """The storages whose slots wait here."""
-        return (origin for slot in self._idle.values() if slot.origin is not None and (origin := slot.origin()) is not None)
-
     def _waits(self, slot: Slot) -> bool:
         return id(slot) in self._idle
 
@@ -189,7 +187,7 @@ class PinnedMirror:
         slots = []
         for layout in _layouts(needs):
             block = HostBlock(_extent(layout), self.device)
-            made = [Slot(block, offset, nbytes) for offset, nbytes in layout]
+            made = [Slot(self, block, offset, nbytes) for offset, nbytes in layout]
             self._blocks[block] = weakref.WeakSet(made)
             slots += made
         return slots

@@ -106,8 +106,8 @@ class Offloader:
             for state in states:
                 for mirror in state.mirrors.values():
                     mirror.close()
-            for mirror in ledger.mirrors():  # a storage that others have too may be in theirs
-                mirror.give_up(states)
+                for mirror in state.elsewhere:
+                    mirror.give_up(states)
             self._scope.known.clear()
 
     def offloaded(self, components: Components = None) -> Context[Offloader]:

@@ -218,6 +218,14 @@ def assert_round_trip(*targets: Any, extra: Iterable[torch.Tensor] = (), cycles:
     assert off.host_nbytes == 0, f"{off.host_nbytes} host bytes are left after close()"
 
 
+def mirrored_nbytes(*offs: Offloader) -> int:
+    """Host memory of these Offloaders' mirrors in bytes, each mirror once however many of them use it."""
+    mirrors = {
+        mirror for off in offs for state in off._scope.states() for mirror in (*state.mirrors.values(), *state.elsewhere)
+    }
+    return sum(mirror.nbytes for mirror in mirrors)
+
+
 # Nasty modules ---------------------------------------------------------------------------------------------------------
 
 _DTYPES = (torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.int64, torch.uint8, torch.bool, torch.complex64)

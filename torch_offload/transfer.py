@@ -83,11 +83,14 @@ class Prepared:
 
     def _find_host_memory(self, components: Iterable[str]) -> None:
         """A slot for each storage whose bytes are kept: the one that waits for it, in whichever mirror, before any other."""
-        homes = ledger.homes()
         requests: dict[int, tuple[PinnedMirror, list[Need], list[Entry]]] = {}
         for move, entry in sorted(zip(self._moves, self._entries, strict=True), key=lambda pair: pair[0].component):
-            found = homes.get(entry.cdata, move.mirror)
+            found = ledger.home_of(move.storage) or move.mirror
             entry.mirror = weakref.ref(found)
+            for reference, _, _ in move.claims:
+                state = reference()
+                if state is not None:
+                    state.uses(found)
             for each in (move.mirror, found):
                 _, needs, entries = requests.setdefault(id(each), (each, [], []))
             if not move.discard:
@@ -109,6 +112,7 @@ class Prepared:
                 continue
             slot.checksum, slot.origin, slot.name, slot.component = None, weakref.ref(move.storage), move.name, move.component
             slot.owners = [state for state, _, _ in move.claims]
+            ledger.place(move.storage, slot)
             copy(slot.bytes(), storage.byte_view(move.storage))
             self.copied_nbytes += entry.nbytes
         device.synchronize(self._devices)

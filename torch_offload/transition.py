@@ -104,13 +104,11 @@ class Scope:
 
     def mirrors(self) -> tuple[MirrorRow, ...]:
         """The targets' own mirrors, and those of others in which some of their bytes are."""
-        names = {id(mirror): each.name for each in self.alive() for mirror in state_of(each).mirrors.values()}
+        rows = {id(mirror): (each.name, mirror) for each in self.alive() for mirror in state_of(each).mirrors.values()}
         states = self.states()
-        return tuple(
-            MirrorRow(names.get(id(mirror), "another target"), mirror.nbytes, mirror.pinned, mirror.exact)
-            for mirror in ledger.mirrors()
-            if id(mirror) in names or mirror.serves(states)
-        )
+        for mirror in [mirror for state in states for mirror in state.elsewhere if mirror.serves(states)]:
+            rows.setdefault(id(mirror), ("another target", mirror))
+        return tuple(MirrorRow(name, mirror.nbytes, mirror.pinned, mirror.exact) for name, mirror in rows.values())
 
 
 class Logged:
