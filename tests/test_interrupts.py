@@ -17,11 +17,23 @@ import torch
 from torch import nn
 
 import torch_offload
-from torch_offload import OffloadedTensorError, Offloader, TransitionError, host_memory, ledger, offloaded, resident, transfer
+from torch_offload import (
+    OffloadedTensorError,
+    Offloader,
+    TransitionError,
+    host_memory,
+    interrupts,
+    ledger,
+    offloaded,
+    resident,
+    transfer,
+)
 from torch_offload.storage import storage_of
 from torch_offload.testing import Portrait
 
 PACKAGE = str(Path(torch_offload.__file__).parent)
+# What is struck while Python finalises something goes nowhere, and the call goes on.
+pytestmark = pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
 
 
 class Cut(BaseException):
@@ -140,10 +152,14 @@ def _endless_host_memory(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture(autouse=True)
-def _fresh_lock() -> Iterator[None]:
-    """A cut between a `with` block's last line and its exit, where no signal arrives in real life, leaves the lock held."""
+def _fresh_lock_and_handlers() -> Iterator[None]:
+    """A cut where no signal arrives in real life, between a `with` block's last line and its exit or twice in a row while
+    handlers are set again, leaves the lock held or a handler exchanged."""
+    before = {number: signal.getsignal(number) for number in interrupts._SIGNALS}
     yield
     ledger.LOCK = threading.RLock()
+    for number, handler in before.items():
+        signal.signal(number, handler)
 
 
 @pytest.mark.parametrize("offset", range(1, STEP + 1))

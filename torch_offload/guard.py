@@ -17,7 +17,6 @@ before it is read (barriers.py stops accumulation). Views share a counter, whose
 
 from __future__ import annotations
 
-import functools
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
@@ -50,8 +49,7 @@ class Guard:
         self._tensor: Callable[[], torch.Tensor | None] = (lambda: tensor) if is_parameter else weakref.ref(tensor)
         self.cls, self.name, self.entry, self.is_new = type(tensor), name, entry, is_new
         guarded = _guarded_class(self.cls, name)
-        reference = weakref.ref(self, functools.partial(_forget, entry.guards))
-        entry.guards[id(reference)] = reference
+        entry.guards[weakref.ref(self, entry.guards.pop)] = None
         tensor.__dict__[_TAG] = self
         if not is_new:
             _move_version(tensor, _FAR)
@@ -66,10 +64,6 @@ class Guard:
         if type(tensor) in _bases:
             tensor.__class__ = self.cls
         tensor.__dict__.pop(_TAG, None)
-
-
-def _forget(guards: dict[int, weakref.ref[Any]], reference: weakref.ref[Any]) -> None:
-    guards.pop(id(reference), None)
 
 
 def guard(tensors: Iterable[tuple[torch.Tensor, str]], entry: Entry) -> None:
@@ -93,7 +87,7 @@ def guard_of(tensor: torch.Tensor) -> Guard | None:
 
 def lift(entry: Entry) -> None:
     """Free every tensor that was guarded for this entry, newest first. Calling it twice is harmless."""
-    for reference in list(entry.guards.values())[::-1]:  # a copy: those that die leave the table
+    for reference in list(entry.guards)[::-1]:  # a copy: those that die leave the table
         found = reference()
         if found is not None:
             found.lift()

@@ -56,7 +56,7 @@ class Entry:
         slot: the host memory; None for bytes that were discarded and come back as zeros.
         checksum: of the bytes in the slot; None if unknown.
         writes: how many times the mirror was written on purpose.
-        guards: weak references to the guards of the tensors on it (guard.py), in order, by their ids.
+        guards: weak references to the guards of the tensors on it (guard.py), in order; the dead leave.
         barriers: weak references to what stops a backward from accumulating into it (barriers.py).
         claims: (target's state, component, key) for each claim on it, to notice a name that is re-pointed meanwhile.
     """
@@ -71,7 +71,7 @@ class Entry:
         self.slot: Slot | None = None
         self.checksum: int | None = None
         self.writes = 0
-        self.guards: dict[int, weakref.ref[Any]] = {}
+        self.guards: dict[weakref.ref[Any], None] = {}
         self.barriers: list[weakref.ref[Any]] = []
         self.claims: list[tuple[weakref.ref[TargetState], str, Key]] = []
         self.pid = os.getpid()
