@@ -465,6 +465,19 @@ def test_a_frozen_reference_is_copied_once_and_again_when_it_changed(device: str
     assert copies == [(64 * 64 + 64) * 4, 0, 64 * 64 * 4, 0, 64 * 4, 0]
 
 
+def test_nothing_is_remembered_of_gradients_that_are_gone(device: str) -> None:
+    model = nn.Linear(64, 64, device=device)
+    off, remembered, ballast = Offloader(model, device=device), set(), []
+    for _ in range(5):
+        model.zero_grad()
+        ballast += [torch.ones(1, device=device) for _ in range(50)]  # so that no address comes twice
+        model(torch.randn(2, 64, device=device)).sum().backward()
+        off.offload()
+        off.reload()
+        remembered.add(len(ledger._places))
+    assert remembered == {4}
+
+
 def test_later_cycles_allocate_nothing_while_sizes_stay(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
     model, optimizer = trained(device)
     for cycle in range(4):

@@ -1,4 +1,4 @@
-"""Who is offloaded, and what is remembered of a target: the two process-wide tables, both weak.
+"""Who is offloaded, and what is remembered of a target and of a storage: the process-wide tables, all weak.
 
 The *ledger* maps a storage to its `Entry`. A storage is offloaded if, and only if, its entry says so; that its size is 0
 proves nothing, since a foreign `set_` regrows a freed storage. The flag is raised before the memory is given up and lowered
@@ -52,8 +52,7 @@ class Entry:
         storage: weak reference to the storage.
         nbytes: its size in bytes when resident.
         name: the name of its first claim, for messages.
-        mirror: weak reference to the mirror that lent the slot.
-        slot: the host memory; None for bytes that were discarded and come back as zeros.
+        slot: the host memory, lent by its mirror; None for bytes that were discarded and come back as zeros.
         checksum: of the bytes in the slot; None if unknown.
         writes: how many times the mirror was written on purpose.
         guards: weak references to the guards of the tensors on it (guard.py), in order; the dead leave.
@@ -61,13 +60,12 @@ class Entry:
         claims: (target's state, component, key) for each claim on it, to notice a name that is re-pointed meanwhile.
     """
 
-    def __init__(self, storage: Storage, name: str, mirror: PinnedMirror) -> None:
+    def __init__(self, storage: Storage, name: str) -> None:
         self.stage = Stage.PREPARED
         self.cdata = storage._cdata
         self.storage = weakref.ref(storage, functools.partial(_died, self.cdata))
         self.nbytes = storage.nbytes()
         self.name = name
-        self.mirror = weakref.ref(mirror)
         self.slot: Slot | None = None
         self.checksum: int | None = None
         self.writes = 0
@@ -153,7 +151,7 @@ class Entry:
         A slot that somebody still saves from does not wait: its memory is theirs until they are done.
         """
         self.remove_barriers(needed=True)
-        mirror = self.mirror()
+        mirror = None if self.slot is None else self.slot.mirror()
         if self.slot is not None and mirror is not None:
             self._export = None
             self._shared.clear()
@@ -199,7 +197,7 @@ class TargetState:
 
 _entries: dict[int, Entry] = {}
 _targets: MutableMapping[Any, TargetState] = WeakIdKeyDictionary()
-_places: weakref.WeakValueDictionary[int, Slot] = weakref.WeakValueDictionary()
+_places: weakref.WeakKeyDictionary[Storage, weakref.ref[Slot]] = weakref.WeakKeyDictionary()
 
 
 def _keep(_slot: Slot) -> None:
@@ -211,7 +209,7 @@ def _died(cdata: int, reference: object) -> None:
     entry = _entries.get(cdata)
     if entry is None or entry.storage is not reference:
         return
-    if entry.mirror() is None and all(state() is None for state, _, _ in entry.claims):
+    if (entry.slot is None or entry.slot.mirror() is None) and all(state() is None for state, _, _ in entry.claims):
         _entries.pop(cdata, None)
 
 
@@ -244,13 +242,14 @@ def entries() -> Iterator[Entry]:
 
 def home_of(storage: Storage) -> PinnedMirror | None:
     """The mirror, of whatever target, in which a slot waits for this storage."""
-    slot = _places.get(storage._cdata)
+    reference = _places.get(storage)
+    slot = None if reference is None else reference()
     return slot.mirror() if slot is not None and slot.is_of(storage) else None
 
 
 def place(storage: Storage, slot: Slot) -> None:
-    """Remember where the storage's bytes are."""
-    _places[storage._cdata] = slot
+    """Remember that the slot is the storage's last."""
+    _places[storage] = weakref.ref(slot)
 
 
 def state_of(target: object) -> TargetState:
@@ -265,6 +264,7 @@ def _disown() -> None:
     """In a forked child: other threads do not exist, and the parent's mirrors are not there."""
     global LOCK
     LOCK = threading.RLock()
+    _places.clear()
     for state in _targets.values():
         state.mirrors.clear()
 

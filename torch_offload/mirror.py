@@ -54,6 +54,11 @@ class Slot:
         """
         return self.block.tensor(self.offset, self.nbytes)
 
+    def take_over(self, storage: torch.UntypedStorage, name: str, component: str, owners: Iterable[weakref.ref[Any]]) -> None:
+        """Be this storage's from now on; its bytes are still to be copied in."""
+        self.origin, self.name, self.component, self.owners = weakref.ref(storage), name, component, list(owners)
+        self.checksum = None
+
     def is_of(self, storage: torch.UntypedStorage) -> bool:
         """Whether the bytes were copied from this very storage."""
         return self.origin is not None and self.origin() is storage

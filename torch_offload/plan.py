@@ -135,7 +135,6 @@ class Plan:
     """
 
     def __init__(self, strategies: Sequence[Strategy], device: torch.device) -> None:
-        self._strategies = strategies
         self.storages: dict[int, Planned] = {}
         self.elsewhere: list[LeftRow] = []
         self.components_elsewhere: set[str] = set()
@@ -152,7 +151,7 @@ class Plan:
                 self._add_elsewhere(named, storage.nbytes(), where)
         for strategy in strategies:
             for alias in strategy.aliases():
-                planned = self.storages.get(storage_of(alias)._cdata)
+                planned = self.storages.get(address_of(alias))
                 if planned is not None:
                     planned.aliases.append(alias)
         for leaf in {id(each): each for named in self.claims for each in named.tensors()}.values():

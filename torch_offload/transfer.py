@@ -71,7 +71,7 @@ class Prepared:
 
     def _guard(self) -> None:
         for move in self._moves:
-            entry = Entry(move.storage, move.name, move.mirror)
+            entry = Entry(move.storage, move.name)
             entry.claims = list(move.claims)
             self._entries.append(entry)
             ledger.add(entry)
@@ -86,7 +86,6 @@ class Prepared:
         requests: dict[int, tuple[PinnedMirror, list[Need], list[Entry]]] = {}
         for move, entry in sorted(zip(self._moves, self._entries, strict=True), key=lambda pair: pair[0].component):
             found = ledger.home_of(move.storage) or move.mirror
-            entry.mirror = weakref.ref(found)
             for reference, _, _ in move.claims:
                 state = reference()
                 if state is not None:
@@ -110,8 +109,7 @@ class Prepared:
         for move, entry, slot in pairs:
             if move.read_only and slot.is_of(move.storage) and slot.checksum == entry.checksum:
                 continue
-            slot.checksum, slot.origin, slot.name, slot.component = None, weakref.ref(move.storage), move.name, move.component
-            slot.owners = [state for state, _, _ in move.claims]
+            slot.take_over(move.storage, move.name, move.component, (state for state, _, _ in move.claims))
             ledger.place(move.storage, slot)
             copy(slot.bytes(), storage.byte_view(move.storage))
             self.copied_nbytes += entry.nbytes
