@@ -51,7 +51,7 @@ from torch_offload import (
     testing,
     transfer,
 )
-from torch_offload.storage import storage_of
+from torch_offload.tensors import storage_of
 from torch_offload.testing import InjectedError, Portrait, Seam, failing
 
 
@@ -877,7 +877,7 @@ def test_a_gradient_that_was_replaced_leaves_no_hook(device: str) -> None:
     assert model.weight._backward_hooks is None
     with pytest.raises(OffloadedTensorError, match=r"Linear\.weight\.grad"):
         kept.sum()
-    testing.storage.storage_of(kept)
+    storage_of(kept)
     from torch_offload import reload
 
     reload(kept)

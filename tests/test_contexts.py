@@ -18,7 +18,7 @@ from torch_offload import (
     offloaded,
     resident,
 )
-from torch_offload.storage import storage_of
+from torch_offload.tensors import storage_of
 from torch_offload.testing import Portrait
 
 

@@ -18,7 +18,7 @@ import torch
 from torch import nn
 
 from torch_offload import Offloader, OptimizerStrategy, PerParameterStrategy, offloaded
-from torch_offload.storage import storage_of
+from torch_offload.tensors import storage_of
 
 pytestmark = pytest.mark.gpu
 MIB, GIB = 2**20, 2**30

@@ -20,7 +20,7 @@ from torch import nn
 
 import torch_offload
 from torch_offload import OffloadedTensorError, Offloader, TransitionError, offloaded, testing
-from torch_offload.storage import storage_of
+from torch_offload.tensors import storage_of
 from torch_offload.testing import Portrait
 
 HERE = Path(__file__).parent

@@ -28,7 +28,7 @@ from torch_offload import (
     resident,
     transfer,
 )
-from torch_offload.storage import storage_of
+from torch_offload.tensors import storage_of
 from torch_offload.testing import Portrait
 
 PACKAGE = str(Path(torch_offload.__file__).parent)

@@ -14,7 +14,7 @@ from torch import nn
 
 from torch_offload import OffloadedTensorError, Offloader, Residency, offloaded, resident
 from torch_offload.host_memory import PAGE
-from torch_offload.storage import storage_of
+from torch_offload.tensors import storage_of
 
 COMPONENTS = ["params", "grads", "buffers", "optimizer"]
 some = st.sets(st.sampled_from(COMPONENTS), min_size=1)

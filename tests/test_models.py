@@ -13,7 +13,7 @@ import torch
 from torch.distributed import checkpoint
 
 from torch_offload import OffloadedTensorError, Offloader, PerParameterStrategy, offloaded, resident
-from torch_offload.storage import storage_of
+from torch_offload.tensors import storage_of
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")

@@ -23,7 +23,7 @@ PACKAGE = ROOT / "torch_offload"
 
 # Each module may import those of the rows before its own, and of its own row nothing but what is named there.
 LAYERS = [
-    {"errors", "checksum", "interrupts"},
+    {"errors", "checksum", "interrupts", "tensors"},
     {"report", "device"},
     {"host_memory", "storage"},
     {"mirror", "strategies.base"},
@@ -33,12 +33,14 @@ LAYERS = [
     {"barriers"},
     {"transfer"},
     {"plan"},
+    {"scope"},
+    {"measure"},
     {"transition"},
     {"contexts"},
     {"offloader"},
     {"testing", ""},
 ]
-STRATEGIES_MAY_IMPORT = {"errors", "storage"}
+STRATEGIES_MAY_IMPORT = {"errors", "tensors"}
 
 
 def imports_of(name: str, source: str) -> set[str]:

@@ -12,7 +12,8 @@ from hypothesis import strategies as st
 from torch import nn
 
 from torch_offload import SharedStorageError, storage, testing
-from torch_offload.storage import Holding, byte_view, check_exclusive, is_exclusive, storage_of
+from torch_offload.storage import Holding, byte_view, check_exclusive, is_exclusive
+from torch_offload.tensors import storage_of
 
 
 def noticed(tensor: torch.Tensor, others: list[torch.Tensor]) -> list[torch.Tensor]:

@@ -26,7 +26,7 @@ from torch_offload import (
     strategy_for,
 )
 from torch_offload.host_memory import PAGE
-from torch_offload.storage import storage_of
+from torch_offload.tensors import storage_of
 from torch_offload.testing import Portrait, assert_round_trip, link, mirrored_nbytes
 
 

@@ -13,7 +13,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from . import ledger
 from .guard import guard_of, refusal
 from .ledger import Entry
-from .storage import gradient_of
+from .tensors import gradient_of
 
 
 class Barrier:

@@ -17,7 +17,8 @@ from typing import Generic, TypeVar
 from . import ledger
 from .errors import TransitionError
 from .interrupts import Deferred
-from .transition import Aim, Logged, Scope, bring_back, put_away
+from .scope import Aim, Logged, Scope
+from .transition import bring_back, put_away
 
 _Given = TypeVar("_Given")
 _Function = TypeVar("_Function", bound=Callable[..., object])

@@ -26,7 +26,7 @@ import torch
 from . import ledger, serving
 from .errors import OffloadedTensorError, UnsupportedTargetError
 from .ledger import Entry
-from .storage import attribute, plainly
+from .tensors import attribute, plainly
 
 _TAG = "_torch_offload_guard"
 _FAR = 2**30  # more than any tensor is changed in place; counters have 32 bits

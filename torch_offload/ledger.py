@@ -30,7 +30,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 from . import host_memory
 from .errors import TransitionError
 from .mirror import PinnedMirror, Slot
-from .storage import Storage
+from .tensors import Storage
 
 Key = tuple[int, str]  # what a claim is called within its target: (id of the tensor it belongs to, or 0; name)
 LOCK = threading.RLock()  # transitions and reads from mirrors exclude each other

@@ -14,9 +14,10 @@ from .errors import listed
 from .interrupts import Deferred
 from .plan import Plan
 from .report import Residency, TransitionReport
-from .storage import storage_of
+from .scope import Aim, Logged, Scope
 from .strategies import strategies_for
-from .transition import Aim, Logged, PreparedOffload, Scope, bring_back, prepare, put_away, reload_entries
+from .tensors import storage_of
+from .transition import PreparedOffload, bring_back, prepare, put_away, reload_entries
 
 Components = Iterable[str] | str | None
 

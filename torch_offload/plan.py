@@ -14,20 +14,9 @@ from . import ledger
 from .errors import MirrorMismatchError, SharedStorageError, UnsupportedTargetError
 from .ledger import Entry, Key
 from .report import LeftRow
-from .storage import (
-    Holding,
-    Storage,
-    Verdict,
-    address_of,
-    advice,
-    attribute,
-    examine,
-    gradient_of,
-    has_memory,
-    nbytes_of_parts,
-    storage_of,
-)
+from .storage import Holding, Verdict, advice, examine
 from .strategies.base import Claim, Strategy
+from .tensors import Storage, address_of, attribute, gradient_of, has_memory, nbytes_of_parts, storage_of
 from .transfer import Move
 
 _STRICTEST_FIRST = ("raise", "leave", "guard", "free")

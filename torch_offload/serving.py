@@ -12,7 +12,7 @@ import torch
 
 from . import checksum
 from .ledger import Entry
-from .storage import Storage, plainly
+from .tensors import Storage, plainly
 
 _Tensor: Any = torch.Tensor
 

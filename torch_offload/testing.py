@@ -21,6 +21,7 @@ import torch
 from . import checksum, device, host_memory, storage, transfer
 from .offloader import Offloader
 from .report import Residency
+from .tensors import Storage, storage_of
 
 if TYPE_CHECKING:
     from hypothesis.strategies import SearchStrategy
@@ -149,12 +150,12 @@ class Portrait:
 
     @classmethod
     def of(cls, tensor: torch.Tensor) -> Portrait:
-        return cls(tensor, _identity(tensor), storage.byte_view(storage.storage_of(tensor)).cpu().clone())
+        return cls(tensor, _identity(tensor), storage.byte_view(storage_of(tensor)).cpu().clone())
 
     def check(self) -> None:
         """Raise an AssertionError unless the tensor is as it was, bit for bit."""
         assert _identity(self.tensor) == self.identity, f"{_identity(self.tensor)} is not {self.identity}"
-        content = storage.byte_view(storage.storage_of(self.tensor)).cpu()
+        content = storage.byte_view(storage_of(self.tensor)).cpu()
         assert torch.equal(content, self.content), f"the bytes of {self.identity} changed"
 
 
@@ -162,7 +163,7 @@ def _identity(tensor: torch.Tensor) -> tuple[Any, ...]:
     return (
         type(tensor).__name__,
         tensor._cdata,
-        storage.storage_of(tensor)._cdata,
+        storage_of(tensor)._cdata,
         tuple(tensor.shape),
         tensor.stride(),
         tensor.storage_offset(),
@@ -191,10 +192,10 @@ def assert_round_trip(*targets: Any, extra: Iterable[torch.Tensor] = (), cycles:
     claimed = [(named.name, named.claim.tensor) for named in off._scope.plan().claims]
     portraits = [Portrait.of(tensor) for _, tensor in claimed if tensor.layout is torch.strided]
     portraits += [Portrait.of(tensor) for tensor in extra if tensor.layout is torch.strided]
-    held: dict[int, tuple[storage.Storage, int, set[str]]] = {}  # each storage, its size, and its names
+    held: dict[int, tuple[Storage, int, set[str]]] = {}  # each storage, its size, and its names
     for name, tensor in claimed:
         if tensor.layout is torch.strided and device.covers(off._scope.device, tensor.device):
-            found = storage.storage_of(tensor)
+            found = storage_of(tensor)
             held.setdefault(found._cdata, (found, found.nbytes(), set()))[2].add(name)
     for _ in range(cycles):
         report = off.offload()
@@ -256,7 +257,7 @@ class Specimen:
 
     def nbytes(self) -> int:
         """The sum of the distinct storages of `tensors`."""
-        found = {each._cdata: each.nbytes() for each in map(storage.storage_of, self.tensors())}
+        found = {each._cdata: each.nbytes() for each in map(storage_of, self.tensors())}
         return sum(found.values())
 
 
@@ -323,11 +324,11 @@ def _specimen(bases: Sequence[tuple[Any, ...]], members: Sequence[tuple[Any, ...
             if trains and with_gradient:
                 values = torch.randn(tensor.shape, generator=torch.Generator().manual_seed(index))
                 parameter.grad = values.to(where, tensor.dtype)
-        if any(storage.storage_of(each) is storage.storage_of(tensor) for each in used):
+        if any(storage_of(each) is storage_of(tensor) for each in used):
             found.kinds.add("tie")
         used.append(part.tied if hasattr(part, "tied") else part.held)
-    claimed = {storage.storage_of(each)._cdata for each in found.tensors()}
-    if any(storage.storage_of(each)._cdata in claimed and each.numel() for each in found.aliases):
+    claimed = {storage_of(each)._cdata for each in found.tensors()}
+    if any(storage_of(each)._cdata in claimed and each.numel() for each in found.aliases):
         found.kinds.add("alias")
     return found
 
@@ -338,5 +339,5 @@ def _base(where: torch.device, dtype: torch.dtype, numel: int, seed: int, infere
     content = torch.randint(0, 2 if dtype is torch.bool else 256, (numel * itemsize,), generator=generator, dtype=torch.uint8)
     with torch.inference_mode(inference and seed % 4 == 0):
         tensor = torch.empty(numel, dtype=dtype, device=where)
-        storage.byte_view(storage.storage_of(tensor)).copy_(content)
+        storage.byte_view(storage_of(tensor)).copy_(content)
         return tensor

@@ -18,6 +18,7 @@ from . import barriers, checksum, device, guard, ledger, mirror, storage
 from .errors import DeviceMemoryError, IntegrityError, TransitionError, gib, listed
 from .ledger import Entry, Stage
 from .mirror import Need, PinnedMirror
+from .tensors import Storage
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -36,7 +37,7 @@ class Move:
         read_only: copy nothing if the mirror is shown to have these bytes.
     """
 
-    storage: storage.Storage
+    storage: Storage
     name: str
     mirror: PinnedMirror
     tensors: Sequence[tuple[torch.Tensor, str]]
@@ -182,7 +183,7 @@ def allocate_then_copy(entries: Sequence[Entry], *, verify: bool = True) -> None
         _dismiss(entry)
 
 
-def _fill(alive: Sequence[tuple[Entry, storage.Storage]], devices: Sequence[torch.device], verify: bool) -> None:
+def _fill(alive: Sequence[tuple[Entry, Storage]], devices: Sequence[torch.device], verify: bool) -> None:
     """Allocate all, copy, wait, compare."""
     for entry, _ in alive:
         if verify and entry.slot is not None and entry.checksum is None:
@@ -240,7 +241,7 @@ def _dismiss(entry: Entry) -> None:
     entry.release()
 
 
-def _stage_all(alive: Sequence[tuple[Entry, storage.Storage]]) -> list[torch.Tensor]:
+def _stage_all(alive: Sequence[tuple[Entry, Storage]]) -> list[torch.Tensor]:
     views = []
     for index, (entry, found) in enumerate(alive):
         try:
@@ -260,7 +261,7 @@ def _stage_all(alive: Sequence[tuple[Entry, storage.Storage]]) -> list[torch.Ten
     return views
 
 
-def _compare(pairs: Sequence[tuple[Entry, storage.Storage]]) -> None:
+def _compare(pairs: Sequence[tuple[Entry, Storage]]) -> None:
     sums = _checksums([found for _, found in pairs])
     if wrong := [entry.name for (entry, _), value in zip(pairs, sums, strict=True) if value != entry.checksum]:
         raise IntegrityError(
@@ -270,7 +271,7 @@ def _compare(pairs: Sequence[tuple[Entry, storage.Storage]]) -> None:
         )
 
 
-def _checksums(storages: Sequence[storage.Storage]) -> list[int]:
+def _checksums(storages: Sequence[Storage]) -> list[int]:
     try:
         return checksum.checksums([storage.byte_view(each) for each in storages])
     except RuntimeError as error:

@@ -6,127 +6,30 @@ committed, together with the hooks that depend on it.
 [Note: one at a time]
 The lock keeps other threads out. A signal handler, a finalizer or a hook may still start a transition in the thread that is
 inside one, on top of its frames; that is refused by looking for them, since a flag would stay set if the transition were cut.
-
-[Note: logging]
-A handler of the log has a lock of its own, in which it may format an offloaded tensor, which waits for ours. So lines are kept
-and logged when our lock is free again.
 """
 
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import functools
-import logging
 import os
 import sys
-import time
 import weakref
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from types import CodeType, FrameType
 
 import torch
 
-from . import device as devices
 from . import ledger, transfer
 from .errors import OffloadedTensorError, TransitionError, listed
 from .interrupts import Deferred
 from .ledger import Entry, TargetState
+from .measure import Measured
 from .plan import Plan, Planned
-from .report import LeftRow, MirrorRow, TransitionReport
-from .storage import Storage
-from .strategies.base import Strategy
+from .report import LeftRow, TransitionReport
+from .scope import Aim, Away, Logged, Scope, state_of
 
-_log = logging.getLogger("torch_offload")
-Away = Mapping[int, frozenset[str]]  # id of a strategy -> the components of its target that are to be away
 _pending: weakref.ref[PreparedOffload] | None = None
-
-
-@dataclasses.dataclass(frozen=True)
-class Aim:
-    """Where a transition is to lead.
-
-    Attributes:
-        away: for each strategy the components of its target that are to be away.
-        exactly: storages that are to be as they once were, by address: (weak reference, whether it was offloaded).
-    """
-
-    away: Away
-    exactly: Mapping[int, tuple[weakref.ref[Storage], bool]] = dataclasses.field(default_factory=dict)
-
-    def is_to_go(self, planned: Planned) -> bool:
-        """Whether this storage is to be offloaded."""
-        reference, was_offloaded = self.exactly.get(planned.storage._cdata, (None, False))
-        if reference is not None and reference() is planned.storage:
-            return was_offloaded
-        return not planned.kept_by(self.away)
-
-
-class Scope:
-    """Whose memory transitions are about, and what is remembered between them.
-
-    Attributes:
-        strategies: the strategies of all targets; those whose target is gone are passed over.
-        device: whose memory is meant, as `device.resolve` gave it.
-        verify: whether bytes are checksummed.
-        known: size in bytes and dtype of each parameter offloaded before, by strategy and name.
-        report: of the last transition.
-        unlogged: lines of transitions for the log.
-    """
-
-    def __init__(self, strategies: Sequence[Strategy], device: torch.device, *, verify: bool) -> None:
-        self.strategies = tuple(strategies)
-        self.device = device
-        self.verify = verify
-        self.known: dict[tuple[int, str], tuple[int, torch.dtype]] = {}
-        self.report: TransitionReport | None = None
-        self.unlogged: list[str] = []
-
-    def hold(self) -> list[object]:
-        """The targets, for as long as the caller keeps the list: none of them dies in the middle of a transition."""
-        return [strategy.target for strategy in self.strategies]
-
-    def alive(self) -> list[Strategy]:
-        return [strategy for strategy in self.strategies if strategy.target is not None]
-
-    def plan(self) -> Plan:
-        return Plan(self.alive(), self.device)
-
-    def away(self, *, plus: frozenset[str] = frozenset(), minus: frozenset[str] = frozenset()) -> Away:
-        """What is away now, with some components added or taken away."""
-        return {
-            id(each): (frozenset(state_of(each).away) | plus.intersection(each.components)) - minus for each in self.alive()
-        }
-
-    def states(self) -> list[TargetState]:
-        """The targets' states, each once."""
-        return list({id(state): state for state in map(state_of, self.alive())}.values())
-
-    def mirrors(self) -> tuple[MirrorRow, ...]:
-        """The targets' own mirrors, and those of others in which some of their bytes are."""
-        rows = {id(mirror): (each.name, mirror) for each in self.alive() for mirror in state_of(each).mirrors.values()}
-        states = self.states()
-        for mirror in [mirror for state in states for mirror in state.elsewhere if mirror.serves(states)]:
-            rows.setdefault(id(mirror), ("another target", mirror))
-        return tuple(MirrorRow(name, mirror.nbytes, mirror.pinned, mirror.exact) for name, mirror in rows.values())
-
-
-class Logged:
-    """Log what happened in a block when it is left. See [Note: logging]."""
-
-    def __init__(self, scope: Scope) -> None:
-        self._scope = scope
-
-    def __enter__(self) -> None: ...
-
-    def __exit__(self, *_: object) -> None:
-        while self._scope.unlogged:
-            with contextlib.suppress(Exception):  # a handler's own
-                _log.info("%s", self._scope.unlogged.pop(0))
-
-
-def state_of(strategy: Strategy) -> TargetState:
-    return ledger.state_of(strategy.target)
 
 
 class PreparedOffload:
@@ -146,7 +49,7 @@ class PreparedOffload:
         self._left += self._plan.elsewhere
         self._left += [_kept(each, aim) for each in resident if not aim.is_to_go(each) and each.is_wanted(aim.away)]
         self._nbytes = [move.storage.nbytes() for move in moves]
-        self._measured = _Measured("offload", chosen, [each.storage.device for each in self._plan.storages.values()])
+        self._measured = Measured("offload", chosen, [each.storage.device for each in self._plan.storages.values()])
         try:
             _set_barriers(scope, aim.away)
             self._transfer: transfer.Prepared | None = transfer.Prepared(moves, verify=scope.verify, components=chosen)
@@ -221,7 +124,7 @@ def bring_back(scope: Scope, chosen: frozenset[str], aim: Aim, *, check_names: b
     if check_names:
         plan.check_names(scope.away())
     back = [each for each in plan.storages.values() if each.entry is not None and not aim.is_to_go(each)]
-    measured = _Measured("reload", chosen, [each.storage.device for each in plan.storages.values()])
+    measured = Measured("reload", chosen, [each.storage.device for each in plan.storages.values()])
     entries = [each.entry for each in back if each.entry is not None]
     copied = sum(entry.nbytes for entry in entries if entry.slot is not None)
     transfer.allocate_then_copy(entries, verify=scope.verify)
@@ -324,54 +227,3 @@ def _kept(planned: Planned, aim: Aim) -> LeftRow:
     return LeftRow(
         planned.name, planned.nbytes, f"held back by {components}, resident, which claims it too; offload that as well"
     )
-
-
-class _Measured:
-    """The allocator's and the driver's numbers before a transition, to be compared with those after it."""
-
-    def __init__(self, direction: str, chosen: frozenset[str], used: Sequence[torch.device]) -> None:
-        self._direction, self._chosen, self._devices = direction, chosen, used
-        self._started = time.perf_counter()
-        self._time_s = 0.0
-        self._allocated = devices.allocated_nbytes(used)
-        self._driver_free = devices.driver_free_nbytes(used)
-
-    def pause(self) -> None:
-        """Stop the clock; what the caller does between `prepare` and `commit` is theirs."""
-        self._time_s += time.perf_counter() - self._started
-
-    def resume(self) -> None:
-        """Start it again."""
-        self._started = time.perf_counter()
-
-    def report(self, scope: Scope, plan: Plan, sizes: Sequence[int], copied: int, left: Sequence[LeftRow]) -> TransitionReport:
-        self.pause()
-        sign = 1 if self._direction == "offload" else -1
-        allocated, reserved = devices.allocated_nbytes(self._devices), devices.reserved_nbytes(self._devices)
-        measured = _difference(self._allocated, allocated, sign)
-        resident = sum(each.nbytes for each in plan.storages.values() if each.entry is None)
-        mirrors = scope.mirrors()
-        report = TransitionReport(
-            direction=self._direction,
-            targets=tuple(strategy.name for strategy in scope.alive()),
-            components=tuple(sorted(self._chosen)),
-            nbytes=sum(sizes),
-            storages=len(sizes),
-            copied_nbytes=copied,
-            measured_nbytes=measured,
-            driver_nbytes=_difference(self._driver_free, devices.driver_free_nbytes(self._devices), -sign),
-            fragmented_nbytes=_difference(reserved, allocated, 1),
-            unreached_nbytes=None if allocated is None else max(0, allocated - resident),
-            exported_nbytes=None if measured is None else max(0, sum(sizes) - measured) if sign > 0 else 0,
-            time_s=self._time_s,
-            host_nbytes=sum(row.nbytes for row in mirrors),
-            mirrors=mirrors,
-            left=tuple(left),
-        )
-        scope.report = report
-        scope.unlogged.append(report.line())
-        return report
-
-
-def _difference(before: int | None, after: int | None, sign: int) -> int | None:
-    return None if before is None or after is None else sign * (before - after)

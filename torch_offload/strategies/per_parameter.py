@@ -8,7 +8,7 @@ from typing import Literal, get_args
 import torch
 
 from ..errors import GradientsError, UnsupportedTargetError, listed
-from ..storage import gradient_of
+from ..tensors import gradient_of
 from .base import Claim, Shared, Strategy, check_choice
 
 Gradients = Literal["preserve", "discard", "refuse"]

@@ -1,0 +1,69 @@
+"""What a tensor says of itself and of its storage, asked past every Python subclass."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+Storage = torch.UntypedStorage
+
+
+def plainly(function: Callable[..., Any], *args: Any, **keywords: Any) -> Any:
+    """Call a function of torch past every `__torch_function__` of its arguments' classes.
+
+    In one step: a `with` block that is interrupted between its last line and its exit would leave the mechanism off for good.
+    """
+    return torch._C._disabled_torch_function_impl(function, (), args, keywords)
+
+
+def attribute(tensor: torch.Tensor, name: str) -> Any:
+    """An attribute that torch gives every tensor, asked past every Python subclass."""
+    return plainly(getattr(torch.Tensor, name).__get__, tensor)
+
+
+def gradient_of(tensor: torch.Tensor) -> torch.Tensor | None:
+    """The gradient of a tensor that keeps one; asking others for theirs would warn."""
+    keeps = attribute(tensor, "is_leaf") or attribute(tensor, "retains_grad")
+    found: torch.Tensor | None = attribute(tensor, "grad") if keeps else None
+    return found
+
+
+def storage_of(tensor: torch.Tensor) -> Storage:
+    """The tensor's storage, asked past every Python subclass."""
+    found: Storage = plainly(torch.Tensor.untyped_storage, tensor)
+    return found
+
+
+def address_of(tensor: torch.Tensor) -> int:
+    """The address of the tensor's storage; 0 if it has no single one."""
+    try:
+        return int(storage_of(tensor)._cdata)
+    except (NotImplementedError, RuntimeError):  # sparse, fake and functional tensors have no storage of their own
+        return 0
+
+
+def has_memory(storage: Storage) -> bool:
+    """Whether there is memory; storages of tensors that wrap others have none. A copy-on-write storage gets its own copy."""
+    try:
+        return storage.data_ptr() != 0
+    except RuntimeError:  # torch guards invalid pointers
+        return False
+
+
+_PARTS = {  # what tensors in these layouts consist of
+    torch.sparse_coo: ("_indices", "_values"),
+    torch.sparse_csr: ("crow_indices", "col_indices", "values"),
+    torch.sparse_bsr: ("crow_indices", "col_indices", "values"),
+    torch.sparse_csc: ("ccol_indices", "row_indices", "values"),
+    torch.sparse_bsc: ("ccol_indices", "row_indices", "values"),
+}
+
+
+def nbytes_of_parts(tensor: torch.Tensor) -> int:
+    """The size in bytes of a tensor that has no storage of its own (sparse layouts, mkldnn)."""
+    parts = _PARTS.get(attribute(tensor, "layout"))
+    if parts is None:
+        return int(tensor.numel() * tensor.element_size())
+    return sum(int(getattr(tensor.detach(), name)().nbytes) for name in parts)
