@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import gc
 import threading
 
@@ -9,17 +10,8 @@ import pytest
 import torch
 from torch import nn
 
-from torch_offload import (
-    OffloadedTensorError,
-    Offloader,
-    Residency,
-    TransitionError,
-    ledger,
-    offloaded,
-    resident,
-)
-from torch_offload.tensors import storage_of
-from torch_offload.testing import Portrait
+from torch_offload import OffloadedTensorError, Offloader, Residency, TransitionError, ledger, offloaded, resident
+from torch_offload.testing import InjectedError, Portrait, Seam, failing, is_away
 
 
 @pytest.fixture
@@ -27,10 +19,6 @@ def model(device: str) -> nn.Module:
     model = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4)).to(device)
     model(torch.randn(3, 4, device=device)).sum().backward()
     return model
-
-
-def is_away(tensor: torch.Tensor) -> bool:
-    return storage_of(tensor).nbytes() == 0
 
 
 def test_calls_are_idempotent_and_need_no_order(device: str, model: nn.Module) -> None:
@@ -290,3 +278,87 @@ def test_refused_while_the_stream_captures() -> None:
             off.offload()
     off.offload()
     off.reload()
+
+
+def test_overlapping_contexts_put_back_each_storage(device: str) -> None:
+    model = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3)).to(device)
+    with offloaded(model, device=device), resident(model[0], device=device):
+        with resident(model, device=device):
+            assert not is_away(model[1].weight)
+        assert not is_away(model[0].weight)
+        assert is_away(model[1].weight)
+    assert not is_away(model[1].weight)
+
+
+def test_an_exit_is_not_a_new_request(device: str) -> None:
+    """Gradients made in the body of `resident` are no reason to refuse the exit."""
+    model = nn.Linear(3, 3, device=device)
+    with offloaded(model, device=device, grads="refuse"), resident(model, device=device, grads="refuse"):
+        model(torch.ones(1, 3, device=device)).sum().backward()
+    assert model.weight.grad is not None
+
+
+def test_a_failed_entry_leaves_the_last_report(device: str) -> None:
+    model = nn.Linear(3, 3, device=device)
+    off = Offloader(model, device=device)
+    report = off.offload()
+    off.reload()
+    last = off.report
+    with failing(Seam.CHECKSUM), pytest.raises(InjectedError):
+        off.offloaded().__enter__()
+    assert off.report is last
+    assert report.direction == "offload"
+
+
+def test_contexts_that_are_dropped_or_left_twice(device: str) -> None:
+    model = nn.Linear(3, 3, device=device)
+    context = offloaded(model, device=device)
+    context.__enter__()
+    del context
+    gc.collect()
+    Offloader(model, device=device).reload()
+    with offloaded(model, device=device) as off:
+        pass
+    context = off.offloaded()
+    with pytest.raises(TransitionError, match="more often"):
+        context.__exit__(None, None, None)
+    with pytest.raises(TypeError, match="decorates functions"):
+        context(3)
+
+
+def test_tasks_inside_a_context_may_open_their_own(device: str) -> None:
+    model = nn.Linear(2, 2, device=device)
+    off = Offloader(model, device=device)
+
+    async def sync() -> bool:
+        with off.resident("params"):
+            return is_away(model.weight)
+
+    async def rollout() -> list[bool]:
+        with off.offloaded():
+            return [await asyncio.create_task(sync()), await asyncio.wait_for(sync(), None), is_away(model.weight)]
+
+    assert asyncio.run(rollout()) == [False, False, True]
+    with off.offloaded():
+        assert asyncio.run(sync()) is False
+    assert not is_away(model.weight)
+
+
+def test_an_inner_context_that_was_cut_while_it_was_left_does_not_stop_the_outer(device: str) -> None:
+    model = nn.Linear(2, 2, device=device)
+    off = Offloader(model, device=device)
+    inner = off.offloaded("grads")
+
+    def cut() -> None:
+        with off.offloaded("params"):
+            inner.__enter__()
+            raise KeyboardInterrupt  # on the first instruction of the inner one's exit
+
+    with pytest.raises(KeyboardInterrupt):
+        cut()
+    assert not is_away(model.weight)
+    assert set(off.residency.values()) == {Residency.RESIDENT}
+    with pytest.raises(TransitionError, match="reverse order"):
+        inner.__exit__(None, None, None)
+    with off.offloaded():
+        assert is_away(model.weight)

@@ -16,10 +16,11 @@ from pathlib import Path
 
 import pytest
 import torch
+from fresh import ROOT
 from torch import nn
 
 import torch_offload
-from torch_offload import OffloadedTensorError, Offloader, TransitionError, offloaded, testing
+from torch_offload import OffloadedTensorError, Offloader, TransitionError, ledger, offloaded, testing
 from torch_offload.tensors import storage_of
 from torch_offload.testing import Portrait
 
@@ -329,3 +330,124 @@ def test_optimizer_load_state_dict_is_refused_and_its_hook_goes(device: str, mod
             optimizer.load_state_dict(state)
     assert not optimizer._optimizer_load_state_dict_pre_hooks
     optimizer.load_state_dict(state)
+
+
+def test_a_refused_write_keeps_the_checksum(device: str) -> None:
+    model = nn.Linear(3, 3, device=device)
+    off = Offloader(model, device=device)
+    off.offload()
+    sums = {entry.name: entry.checksum for entry in ledger.entries()}
+    with torch.no_grad(), pytest.raises(RuntimeError, match="size"):
+        model.weight.copy_(torch.ones(5, 7))
+    assert {entry.name: entry.checksum for entry in ledger.entries()} == sums
+    off.reload()
+
+
+def test_what_is_saved_stays_as_it_was_after_the_mirror_was_written(device: str) -> None:
+    model = nn.Linear(3, 3, device=device)
+    off = Offloader(model, device=device)
+    off.offload()
+    (entry,) = [entry for entry in ledger.entries() if entry.name == "Linear.weight"]
+    kept = entry.export()
+    with torch.no_grad():
+        model.weight.copy_(torch.ones(3, 3))
+    written = bytes(kept)
+    del entry
+    off.reload()
+    with torch.no_grad():
+        model.weight.fill_(5)
+    off.offload()
+    assert bytes(kept) == written
+    off.reload()
+
+
+def test_a_version_counter_that_two_storages_share(device: str) -> None:
+    one = torch.zeros(4, device=device)
+    other = one.detach()
+    one.data = torch.ones(4, device=device)  # the counter stays shared
+    model = nn.Module()
+    model.register_buffer("one", one)
+    model.register_buffer("other", other)
+    off = Offloader(model, device=device)
+    off.offload()
+    off.reload()
+    assert (one._version, other._version) == (0, 0)
+    del model.other
+    off.offload()
+    other.add_(1)  # resident, and changed
+    off.reload()
+    assert other._version == 1
+
+
+def test_version_counters_that_views_share(device: str) -> None:
+    flat = torch.zeros(6, device=device)
+    model = nn.Module()
+    model.register_buffer("first", flat[:3])
+    model.register_buffer("second", flat[3:])
+    del flat
+    version = model.second._version
+    off = Offloader(model, device=device)
+    off.offload()
+    model.first = None
+    off.reload()
+    assert model.second._version == version
+
+
+@pytest.mark.filterwarnings("ignore:torch.quantize_per_tensor:UserWarning")
+@pytest.mark.filterwarnings("ignore:TypedStorage is deprecated:UserWarning")
+def test_quantized_buffers_are_saved_and_read(device: str) -> None:
+    model = nn.Module()
+    values = torch.randn(4, 4, device=device)
+    model.register_buffer("tensor", torch.quantize_per_tensor(values, 0.1, 3, torch.qint8))
+    wanted = model.tensor.cpu().clone()
+    with offloaded(model, device=device):
+        file = io.BytesIO()
+        torch.save(model.state_dict(), file)
+        assert torch.equal(model.tensor.cpu().dequantize(), wanted.dequantize())
+    file.seek(0)
+    assert torch.equal(torch.load(file)["tensor"].dequantize(), wanted.dequantize())
+    assert torch.equal(model.tensor.int_repr().cpu(), wanted.int_repr())
+
+
+def test_tokens_of_a_spawned_process(tmp_path: Path) -> None:
+    script = tmp_path / "spawn.py"
+    script.write_text("""
+import torch
+import torch.multiprocessing as multiprocessing
+import torch_offload
+
+def child(state):
+    print({name: tensor.sum().item() for name, tensor in state.items()} == {"weight": 9.0, "bias": 3.0}, flush=True)
+
+if __name__ == "__main__":
+    torch.set_num_threads(1)
+    model = torch.nn.Linear(3, 3)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.fill_(1)
+    with torch_offload.offloaded(model, device="cpu"):
+        process = multiprocessing.get_context("spawn").Process(target=child, args=(model.state_dict(),))
+        process.start()
+        process.join()
+    print(process.exitcode, model.weight.sum().item())
+""")
+    environment = os.environ | {"PYTHONPATH": str(ROOT)}
+    done = subprocess.run([sys.executable, str(script)], env=environment, capture_output=True, text=True, check=False)
+    assert done.stdout.split("\n")[:2] == ["True", "0 9.0"], done.stderr
+
+
+def test_aliases_made_while_offloaded_are_no_parameters(device: str) -> None:
+    model, other, holder = nn.Linear(3, 3, device=device), nn.Linear(3, 3, device=device), nn.Module()
+    with offloaded(model, device=device):
+        holder.cache = model.weight.detach()
+        assert not isinstance(model.weight.data, nn.Parameter)
+        with pytest.raises(RuntimeError, match=r"Linear\.weight.*reload"):  # torch wraps it
+            other.load_state_dict(model.state_dict(), assign=True)
+        with pytest.raises(OffloadedTensorError, match=r"Linear\.weight"):
+            nn.Parameter(model.weight)
+        with pytest.raises(OffloadedTensorError, match=r"Linear\.weight"):
+            model.weight.detach().requires_grad = True
+    assert list(holder.state_dict()) == []
+    assert type(other.weight) is nn.Parameter
+    other.load_state_dict(model.state_dict(), assign=True)
+    assert torch.equal(other.weight, model.weight)

@@ -11,7 +11,7 @@ from hypothesis import event, given
 from hypothesis import strategies as st
 from torch import nn
 
-from torch_offload import SharedStorageError, storage, testing
+from torch_offload import OffloadedTensorError, Offloader, SharedStorageError, offloaded, storage, testing
 from torch_offload.storage import Holding, byte_view, check_exclusive, is_exclusive
 from torch_offload.tensors import storage_of
 
@@ -215,3 +215,31 @@ def test_the_four_verbs(device: str, data: st.DataObject) -> None:
     storage.publish(held)
     assert torch.equal(tensor.cpu(), content)
     assert tensor._version == version
+
+
+def test_a_remembered_alias_that_was_re_pointed_is_looked_for_again() -> None:
+    weight = nn.Parameter(torch.ones(3))
+    holder, alias = nn.ParameterList([weight]), weight.detach()
+    with offloaded(holder, device="cpu") as off:
+        assert off.report.left == ()
+    alias.data = torch.zeros(3)
+    held = nn.functional.linear(torch.ones(2, 3, requires_grad=True), weight.data[None])
+    with offloaded(holder, device="cpu") as off:
+        assert [row.name for row in off.report.left] == ["ParameterList.0"]
+        assert type(alias) is torch.Tensor
+    held.sum().backward()
+
+
+def test_an_alias_that_no_module_owns_any_more_is_an_alias(device: str) -> None:
+    model, other = nn.Linear(3, 3, device=device), nn.Module()
+    alias = model.weight.detach()
+    other.register_buffer("alias", alias)
+    off = Offloader(model, device=device)
+    for _ in range(2):
+        assert ["'Module.alias'" in row.reason for row in off.offload().left] == [True]
+        off.reload()
+    del other.alias
+    assert off.offload().left == ()
+    with pytest.raises(OffloadedTensorError):
+        alias.sum()
+    off.reload()

@@ -24,10 +24,11 @@ from torch_offload import (
     ledger,
     offloaded,
     strategy_for,
+    testing,
 )
 from torch_offload.host_memory import PAGE
 from torch_offload.tensors import storage_of
-from torch_offload.testing import Portrait, assert_round_trip, link, mirrored_nbytes
+from torch_offload.testing import Portrait, assert_round_trip, is_away, link, mirrored_nbytes
 
 
 def trained(device: str, kind=torch.optim.AdamW, **keywords) -> tuple[nn.Module, torch.optim.Optimizer]:
@@ -517,3 +518,93 @@ def test_the_report_reads_as_a_table_a_dict_and_a_line(device: str, caplog: pyte
     with pytest.raises(AttributeError):
         report.nbytes = 0
     del held
+
+
+def test_a_target_in_host_memory_is_left_and_says_so() -> None:
+    model = nn.Linear(3, 3)
+    off = Offloader(model, device="cuda")
+    report = off.offload()
+    assert [row.reason for row in report.left] == ["already in host memory"] * 2
+    assert off.residency == {"params": Residency.LEFT, "grads": Residency.OFFLOADED, "buffers": Residency.OFFLOADED}
+    assert not is_away(model.weight)
+    off.reload()
+
+
+def test_strategy_for_takes_one_target() -> None:
+    for target in (None, [nn.Linear(1, 1)]):
+        with pytest.raises(UnsupportedTargetError, match="one module or optimizer"):
+            strategy_for(target)
+
+
+def test_what_is_no_claim_is_named(device: str) -> None:
+    class Wrong(Strategy):
+        components = ("params",)
+
+        def claims(self):
+            return [self.target.weight]
+
+    model = nn.Linear(3, 3, device=device)
+    with pytest.raises(UnsupportedTargetError, match=r"Wrong\.claims\(\) gave a Parameter"):
+        Offloader(Wrong(model), device=device).offload()
+
+
+def test_overlapping_targets_hold_one_mirror(device: str) -> None:
+    model = nn.Sequential(nn.Linear(512, 512, bias=False), nn.Linear(512, 512, bias=False)).to(device)
+    wanted = 2 * 512 * 512 * 4
+    offs = [Offloader(model[0], device=device), Offloader(model, device=device), Offloader(model[1], device=device)]
+    for off in (*offs, *offs):
+        off.offload()
+        off.reload()
+        assert testing.mirrored_nbytes(*offs) <= wanted + 4 * 4096
+
+
+def test_a_tensor_without_memory_of_its_own_is_refused() -> None:
+    class Wrapper(torch.Tensor):
+        @staticmethod
+        def __new__(cls, inner: torch.Tensor) -> torch.Tensor:
+            return torch.Tensor._make_wrapper_subclass(cls, inner.shape, dtype=inner.dtype, device=inner.device)
+
+        @classmethod
+        def __torch_dispatch__(cls, func, types, args=(), kwargs=None):
+            raise NotImplementedError
+
+    model = nn.Module()
+    model.register_buffer("wrapped", Wrapper(torch.ones(3)))
+    with pytest.raises(UnsupportedTargetError, match=r"'Module\.wrapped' is a Wrapper.*no memory"):
+        Offloader(model, device="cpu").offload()
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit.trace.* is deprecated:DeprecationWarning")
+def test_scripted_modules_are_refused() -> None:
+    with pytest.raises(UnsupportedTargetError, match=r"ScriptModule at '0'"):
+        Offloader(nn.Sequential(torch.jit.trace(nn.Linear(2, 2), torch.ones(1, 2))), device="cpu")
+
+
+@pytest.mark.filterwarnings("ignore:Sparse CSR tensor support is in beta:UserWarning")
+def test_sparse_tensors_are_left_with_their_size(device: str) -> None:
+    model = nn.Embedding(10, 4, sparse=True, device=device)
+    model(torch.tensor([1, 2], device=device)).sum().backward()
+    model.register_buffer("rows", torch.eye(3, device=device).to_sparse_csr())
+    with offloaded(model, device=device) as off:
+        assert {row.name: row.nbytes for row in off.report.left} == {
+            "Embedding.weight.grad": 2 * 8 + 2 * 4 * 4,
+            "Embedding.rows": 4 * 8 + 3 * 8 + 3 * 4,
+        }
+
+
+def test_tensors_of_mkldnn_are_left_with_their_size() -> None:
+    model = nn.Module()
+    model.register_buffer("packed", torch.ones(3, 4).to_mkldnn())
+    with offloaded(model, device="cpu") as off:
+        assert [(row.name, row.nbytes) for row in off.report.left] == [("Module.packed", 48)]
+
+
+def test_policies_and_devices_of_the_wrong_kind() -> None:
+    model = nn.Linear(2, 2)
+    with pytest.raises(TypeError, match="name=5"):
+        Offloader(model, name=5)
+    with pytest.raises(ValueError, match="read_only='no'"):
+        Offloader(model, read_only="no")
+    for where, said in (("meta", "no memory"), ("nowhere", "is no device"), (object(), "is no device")):
+        with pytest.raises(ValueError, match=said):
+            Offloader(model, device=where)

@@ -19,25 +19,25 @@ from .tensors import gradient_of
 class Barrier:
     """A hook that stops a backward before it accumulates into an offloaded gradient, in C++ and past every class.
 
-    The parameter's own hooks keep it alive, and the entry refers to it weakly.
+    The leaf's own hooks keep it alive, and the entry refers to it weakly.
     """
 
-    def __init__(self, parameter: torch.Tensor, name: str, entry: Entry) -> None:
-        self._parameter, self._name, self._entry = parameter, name, entry
-        self._had_hooks = parameter._backward_hooks is not None
+    def __init__(self, leaf: torch.Tensor, name: str, entry: Entry) -> None:
+        self._leaf, self._name, self._entry = leaf, name, entry
+        self._had_hooks = leaf._backward_hooks is not None
         entry.barriers.append(weakref.ref(self))
-        frozen = not parameter.requires_grad  # it may be trained again while its gradient is away
+        frozen = not leaf.requires_grad  # it may be trained again while its gradient is away
         if frozen:
-            parameter.requires_grad_(True)
+            leaf.requires_grad_(True)
         try:
-            parameter.register_hook(self._refuse)  # type: ignore[no-untyped-call]
+            leaf.register_hook(self._refuse)  # type: ignore[no-untyped-call]
         finally:
             if frozen:
-                parameter.requires_grad_(False)
+                leaf.requires_grad_(False)
 
     def is_needed(self) -> bool:
-        """Whether the parameter's gradient is still on the entry's storage."""
-        gradient = self._parameter.grad
+        """Whether the leaf's gradient is still on the entry's storage."""
+        gradient = gradient_of(self._leaf)
         found = None if gradient is None else guard_of(gradient)
         return found is not None and found.entry is self._entry
 
@@ -46,18 +46,18 @@ class Barrier:
             raise refusal("backward() would accumulate into", self._name, self._entry)
 
     def remove(self) -> None:
-        """Leave no trace on the parameter. Calling it twice is harmless, as is an interrupted registration."""
-        hooks: dict[int, Any] = self._parameter._backward_hooks or {}
+        """Leave no trace on the leaf. Calling it twice is harmless, as is an interrupted registration."""
+        hooks: dict[int, Any] = self._leaf._backward_hooks or {}
         ours = [key for key, hook in hooks.items() if hook == self._refuse]
         if len(ours) == len(hooks) and not self._had_hooks:
-            self._parameter._backward_hooks = None
+            self._leaf._backward_hooks = None
         else:
             for key in ours:
                 del hooks[key]
 
 
 @functools.cache
-def check_steps() -> None:
+def watch_steps() -> None:
     """From now on, refuse steps of torch optimizers while something of theirs is offloaded. One hook a process, which stays:
     torch goes through the table of hooks while other threads may run transitions."""
     register_optimizer_step_pre_hook(_check_step)

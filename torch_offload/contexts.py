@@ -89,7 +89,7 @@ class Context(Generic[_Given]):
 
     def _close(self, *, interrupted: bool) -> None:
         if not self._frames:
-            raise TransitionError("this context is left more often than it was entered")
+            raise TransitionError(f"this context over {self._scope.names()} is left more often than it was entered")
         frame = self._frames.pop()
         frame.pop(interrupted=interrupted)
         frame.put_back()
@@ -109,8 +109,8 @@ class _Frame:
         for state in self._states:
             if any(frame._thread != self._thread for frame in state.open_contexts()):
                 raise TransitionError(
-                    "another thread has a context open over this target: leaving either would undo the other. Open one "
-                    "context around both threads"
+                    f"another thread has a context open over {self._scope.names()} or a part of it: leaving either would undo "
+                    "the other. Open one context around both threads"
                 )
         for state in self._states:
             state.contexts.append(weakref.ref(self))
@@ -125,8 +125,8 @@ class _Frame:
             state.contexts[:] = map(weakref.ref, stays)
         if not is_next:
             raise TransitionError(
-                "contexts over one target must be left in the reverse order of entering; this one was left first, and nothing "
-                "was moved. Call offload() or reload() for the state you want"
+                "contexts over one target must be left in the reverse order of entering; this one over "
+                f"{self._scope.names()} was left first. Nothing was moved; call offload() or reload() for the state you want"
             )
 
     def put_back(self) -> None:
@@ -140,9 +140,8 @@ class _Frame:
             for reference, was_offloaded in self._aim.exactly.values()
             if (storage := reference()) is not None and ledger.is_offloaded(storage) != was_offloaded
         }
-        goes = bool(gone) or True in changed
-        if goes:
+        if gone or True in changed:
             put_away(self._scope, gone, self._aim, check=False)
-        if come or False in changed or not goes:
+        if come or False in changed:
             bring_back(self._scope, come, self._aim)
         del held

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
@@ -51,15 +51,26 @@ def synchronize(devices: Iterable[torch.device]) -> None:
         TransitionError: a stream other than the current one is capturing a graph, and this call broke the capture.
     """
     for device in accelerators(devices):
-        try:
+        with naming_captures():
             torch.accelerator.synchronize(device)
-        except RuntimeError as error:
-            if "capturing" not in str(error):
-                raise
-            raise TransitionError(
-                "another thread is capturing a CUDA graph. Nothing was moved, but waiting for the device broke that capture: "
-                "record it again, and offload or reload before or after it"
-            ) from error
+
+
+@contextlib.contextmanager
+def naming_captures() -> Iterator[None]:
+    """Say what is wrong if a call in the block fails because another thread captures.
+
+    Raises:
+        TransitionError: in place of torch's own error.
+    """
+    try:
+        yield
+    except RuntimeError as error:
+        if "capturing" not in str(error):
+            raise
+        raise TransitionError(
+            "another thread is capturing a CUDA graph. Nothing was moved, but waiting for the device or allocating on it broke "
+            "that capture: record it again, and offload or reload before or after it"
+        ) from error
 
 
 def empty_cache(devices: Iterable[torch.device]) -> None:

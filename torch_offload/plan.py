@@ -19,6 +19,7 @@ from .strategies.base import Claim, Strategy
 from .tensors import Storage, address_of, attribute, gradient_of, has_memory, nbytes_of_parts, storage_of
 from .transfer import Move
 
+_WRAPS = "it wraps other tensors, and no strategy here reaches into it (pass a Strategy that claims those)"
 _STRICTEST_FIRST = ("raise", "leave", "guard", "free")
 
 
@@ -214,8 +215,8 @@ class Plan:
         for each in planned:
             if not has_memory(each.storage):
                 raise UnsupportedTargetError(
-                    f"{each.name!r} is a {type(each.claims[0].claim.tensor).__name__}, whose storage has no memory: it wraps "
-                    "other tensors, and no strategy here reaches into it. Nothing was touched"
+                    f"{each.name!r} is a {type(each.claims[0].claim.tensor).__name__}, whose storage has no memory: {_WRAPS}. "
+                    "Nothing was touched"
                 )
         verdicts = examine([(each.storage, each.known()) for each in planned])
         moves, left = [], []
@@ -280,5 +281,5 @@ def _unsupported(tensor: torch.Tensor) -> str | None:
     if is_meta or (fake is not None and isinstance(tensor, fake)):
         return f"is a {'meta' if is_meta else 'fake'} tensor and has no memory to offload. Materialise it (to_empty) first"
     if torch.utils._python_dispatch.is_traceable_wrapper_subclass(tensor):
-        return f"is a {type(tensor).__name__}, which wraps other tensors, and no strategy here reaches into it"
+        return f"is a {type(tensor).__name__}: {_WRAPS}"
     return None

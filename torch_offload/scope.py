@@ -16,6 +16,7 @@ from collections.abc import Mapping, Sequence
 import torch
 
 from . import ledger
+from .errors import listed
 from .ledger import TargetState
 from .plan import Plan, Planned
 from .report import MirrorRow, TransitionReport
@@ -72,6 +73,10 @@ class Scope:
 
     def alive(self) -> list[Strategy]:
         return [strategy for strategy in self.strategies if strategy.target is not None]
+
+    def names(self) -> str:
+        """The targets, for a message."""
+        return listed(strategy.name for strategy in self.strategies)
 
     def plan(self) -> Plan:
         return Plan(self.alive(), self.device)

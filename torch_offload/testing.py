@@ -219,6 +219,11 @@ def assert_round_trip(*targets: Any, extra: Iterable[torch.Tensor] = (), cycles:
     assert off.host_nbytes == 0, f"{off.host_nbytes} host bytes are left after close()"
 
 
+def is_away(tensor: torch.Tensor) -> bool:
+    """Whether the tensor's storage has no device memory now."""
+    return storage_of(tensor).nbytes() == 0
+
+
 def mirrored_nbytes(*offs: Offloader) -> int:
     """Host memory of these Offloaders' mirrors in bytes, each mirror once however many of them use it."""
     mirrors = {

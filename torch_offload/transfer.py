@@ -80,7 +80,7 @@ class Prepared:
             for leaf, name in move.gradients:
                 if leaf.is_floating_point() or leaf.is_complex():
                     barriers.Barrier(leaf, name, entry)
-        barriers.check_steps()
+        barriers.watch_steps()
 
     def _find_host_memory(self, components: Iterable[str]) -> None:
         """A slot for each storage whose bytes are kept: the one that waits for it, in whichever mirror, before any other."""
@@ -245,7 +245,8 @@ def _stage_all(alive: Sequence[tuple[Entry, Storage]]) -> list[torch.Tensor]:
     views = []
     for index, (entry, found) in enumerate(alive):
         try:
-            with device.default_stream(found.device):  # whose pool the memory is to belong to
+            # the default stream's pool is the one that the memory is to belong to
+            with device.naming_captures(), device.default_stream(found.device):
                 views.append(storage.stage(found, entry.nbytes))
         except RuntimeError as error:
             if not device.is_out_of_memory(error):

@@ -69,7 +69,9 @@ class PreparedOffload:
             return self._commit()
 
     def _commit(self) -> TransitionReport:
-        prepared, plan = self._taken(prepared_here=True)
+        if self._transfer is not None:
+            self._transfer.check()
+        prepared, plan = self._taken()
         self._measured.resume()
         prepared.commit()
         _settle(self._scope, self._aim.away)
@@ -87,17 +89,21 @@ class PreparedOffload:
             prepared.abandon()
             _settle(self._scope, self._scope.away())
 
+    def names(self) -> str:
+        """The targets, for a message."""
+        return self._scope.names()
+
     def is_pending(self) -> bool:
         """Whether neither was called yet."""
         return self._transfer is not None
 
-    def _taken(self, *, prepared_here: bool = False) -> tuple[transfer.Prepared, Plan]:
+    def _taken(self) -> tuple[transfer.Prepared, Plan]:
         """What was prepared, which this object then no longer refers to."""
         prepared, plan = self._transfer, self._plan
         if prepared is None or plan is None:
-            raise TransitionError("this prepared offload was committed or abandoned before; call prepare() again")
-        if prepared_here:
-            prepared.check()
+            raise TransitionError(
+                f"the prepared offload of {self._scope.names()} was committed or abandoned before; call prepare() again"
+            )
         self._transfer = self._plan = None
         self._held = []
         return prepared, plan
@@ -149,7 +155,9 @@ def start(device: torch.device) -> None:
     _refuse_on_top_of_another()
     pending = _pending() if _pending is not None else None
     if pending is not None and pending.is_pending():
-        raise TransitionError("a prepared offload waits: call its commit() or abandon() before the next transition")
+        raise TransitionError(
+            f"a prepared offload of {pending.names()} waits: call its commit() or abandon() before the next transition"
+        )
     transfer.check_possible(device)
     transfer.repair()
     ledger.drain()

@@ -67,7 +67,7 @@ class Strategy(abc.ABC):
     def __init__(self, target: Any, *, name: str | None = None, shared: Shared = "guard") -> None:
         check_choice("shared", shared, get_args(Shared))
         if name is not None and not isinstance(name, str):
-            raise TypeError(f"name={name!r} is no string")
+            raise TypeError(f"name={name!r} is no string; it is what names in messages start with, such as 'actor'")
         try:
             self._target = weakref.ref(target)
         except TypeError as error:

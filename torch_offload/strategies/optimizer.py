@@ -90,12 +90,13 @@ def _tensors(state: Any, parameters: Collection[int]) -> Iterator[tuple[tuple[st
 
 
 def _members(thing: Any) -> list[tuple[Any, Any]]:
-    """What a container, a record or a plain object has; nothing of what is code or has tensors of its own."""
+    """What a container, a record or a plain object has; nothing of what is code, or claimed by its own strategy."""
+    if isinstance(thing, (type, ModuleType, FunctionType, MethodType, torch.nn.Module, torch.optim.Optimizer)):
+        return []
     if isinstance(thing, Mapping):
         return list(thing.items())
     if isinstance(thing, (list, tuple, deque, set, frozenset)):
         return list(enumerate(thing))
-    if dataclasses.is_dataclass(thing) and not isinstance(thing, type):
+    if dataclasses.is_dataclass(thing):
         return [(field.name, getattr(thing, field.name, None)) for field in dataclasses.fields(thing)]
-    is_code = isinstance(thing, (type, ModuleType, FunctionType, MethodType, torch.nn.Module, torch.optim.Optimizer))
-    return list(vars(thing).items()) if type(thing).__dictoffset__ and not is_code else []
+    return list(vars(thing).items()) if type(thing).__dictoffset__ else []
