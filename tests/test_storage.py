@@ -16,15 +16,16 @@ from torch_offload.storage import Holding, byte_view, check_exclusive, is_exclus
 from torch_offload.tensors import storage_of
 
 
-def noticed(tensor: torch.Tensor, others: list[torch.Tensor]) -> list[torch.Tensor]:
-    """Those of the other tensor objects whose memory goes away when the tensor's storage is freed."""
+def noticed(tensor: torch.Tensor, others: list[torch.Tensor]) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+    """Those of the other tensor objects whose memory goes away when the tensor's storage is freed, and those whose gradient's."""
     held = storage_of(tensor)
     nbytes, content = held.nbytes(), byte_view(held).clone()
     held.resize_(0)
-    seen = [other for other in others if other is not tensor and storage_of(other).nbytes() == 0 and storage_of(other) is held]
+    emptied = [other for other in others if storage_of(other).nbytes() == 0 and storage_of(other) is held]
+    leaves = [other for other in others if any(other.grad is each for each in emptied)]
     held.resize_(nbytes)
     byte_view(held).copy_(content)
-    return seen
+    return [other for other in emptied if other is not tensor], leaves
 
 
 @given(data=st.data())
@@ -35,13 +36,13 @@ def test_the_verdict_is_what_freeing_shows(device: str, data: st.DataObject) -> 
     if tensor is None or storage_of(tensor).nbytes() == 0:
         return
     known = data.draw(st.one_of(st.just(specimen.tensors()), st.lists(st.sampled_from(everything), max_size=4)))
-    hurt = [other for other in noticed(tensor, everything) if not any(other is each for each in known)]
+    hurt, leaves = ([each for each in some if not any(each is one for one in known)] for some in noticed(tensor, everything))
     owned = {id(each) for each in [*specimen.module.parameters(), *specimen.module.buffers()]}
-    wanted = Holding.EXCLUSIVE
-    if hurt:
-        wanted = Holding.IN_USE if any(id(other) in owned for other in hurt) else Holding.ALIASED
-    event(wanted.value)
-    del hurt
+    wanted = Holding.ALIASED if hurt else Holding.EXCLUSIVE
+    if leaves or any(id(other) in owned for other in hurt):
+        wanted = Holding.IN_USE
+    event(f"{wanted.value}{' by a leaf' if leaves else ''}")
+    del hurt, leaves
     for _ in range(2):  # the second time from what was remembered
         verdict = is_exclusive(tensor, known)
         assert verdict.holding is wanted, f"{verdict} and not {wanted}"

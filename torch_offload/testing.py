@@ -282,7 +282,12 @@ _VIEWS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "conjugate": lambda base: base.conj(),
 }
 
-_OFTEN = [(0, "whole", "tie", False), (1, "slice", "buffer", False), (0, "flat view", "alias", False)]  # whatever else there is
+_OFTEN = [  # whatever else there is
+    (0, "whole", "tie", False),
+    (1, "slice", "buffer", False),
+    (0, "flat view", "alias", False),
+    (2, "whole", "parameter", True),
+]
 
 
 def specimens(device: torch.device | str = "cpu") -> SearchStrategy[Specimen]:
