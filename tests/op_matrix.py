@@ -207,7 +207,8 @@ def child(rows: list[str], device: str, sender: Any, worlds: tuple[dict[str, Any
 
 
 def main(device: str) -> None:
-    """On the CPU a fork for each row, which inherits the worlds; on a GPU a new process only after a crash."""
+    """On the CPU a fork for each row, which inherits the worlds (no GPU may be visible, a fork cannot use one); on a GPU
+    a new process only after a crash."""
     torch.set_num_threads(1)
     warnings.simplefilter("ignore")
     forks = device == "cpu"

@@ -87,7 +87,7 @@ def outcome_of(row: str, device: str, outcomes: dict[str, dict[str, list[str]]])
             stdout=subprocess.PIPE,
             text=True,
             check=True,
-            env=os.environ | {"PYTHONPATH": str(HERE.parent)},
+            env=os.environ | {"PYTHONPATH": str(HERE.parent)} | ({"CUDA_VISIBLE_DEVICES": ""} if device == "cpu" else {}),
         )
         outcomes[device] = json.loads(done.stdout)
     kind, text = outcomes[device][row]

@@ -17,7 +17,7 @@ from torch_offload.tensors import storage_of
 
 
 def noticed(tensor: torch.Tensor, others: list[torch.Tensor]) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
-    """Those of the other tensor objects whose memory goes away when the tensor's storage is freed, and those whose gradient's."""
+    """The other tensor objects whose memory goes away when the tensor's storage is freed, and those whose gradient's does."""
     held = storage_of(tensor)
     nbytes, content = held.nbytes(), byte_view(held).clone()
     held.resize_(0)
