@@ -74,6 +74,18 @@ def test_a_holder_without_a_name_is_held(device: str, data: st.DataObject) -> No
     del kept
 
 
+def test_a_backward_that_failed_is_no_holder(device: str) -> None:
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)).to(device)
+    hook = model[1].bias.register_hook(lambda _: 1 / 0)
+    for _ in range(2):
+        with pytest.raises(ZeroDivisionError):
+            model(torch.ones(2, 4, device=device, requires_grad=True)).sum().backward()
+        with torch.no_grad(), offloaded(model, device=device) as off:
+            assert not off.report.left
+    hook.remove()
+    model(torch.ones(2, 4, device=device)).sum().backward()
+
+
 TIES = {
     "by object": lambda w: w,
     "by .data": lambda w: w.data,

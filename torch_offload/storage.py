@@ -152,6 +152,7 @@ def examine(storages: Sequence[tuple[Storage, Sequence[torch.Tensor]]]) -> list[
         _look(doubtful)
         if any(case.unexplained() for case in doubtful):
             gc.collect()  # a graph that waits for the collector holds nothing once it is gone
+            _finish_failed_backward()
             _look(doubtful)
         for key in [key for key, past in _seen.items() if past.storage() is None]:
             del _seen[key]
@@ -312,6 +313,12 @@ def _look(cases: Iterable[_Case]) -> None:
                 case = wanted.get(id(tensor))
                 if case is not None and id(tensor) in case.visible:
                     case.owners[id(tensor)] = _Place(weakref.ref(module), table, name, f"{type(module).__name__}.{name}")
+
+
+def _finish_failed_backward() -> None:
+    """Where a backward failed, its nodes wait in this thread's queue, and hold what they saved, until the next one begins."""
+    with torch.inference_mode(False), torch.enable_grad():
+        torch.zeros((), device="cpu", requires_grad=True).backward()  # type: ignore[no-untyped-call]
 
 
 def _references_from_cpp(tensor: torch.Tensor) -> int:
