@@ -14,8 +14,7 @@ from torch import nn
 
 from torch_offload import OffloadedTensorError, Offloader, PerParameterStrategy, Residency, offloaded, resident, testing
 from torch_offload.host_memory import PAGE
-from torch_offload.storage import byte_view
-from torch_offload.tensors import storage_of
+from torch_offload.tensors import byte_view, storage_of
 from torch_offload.testing import Portrait, Specimen
 
 

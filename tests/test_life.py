@@ -45,13 +45,37 @@ class Life(RuleBasedStateMachine):
 
     device = "cpu"
 
+    # what another kind of model does in another way
+
+    def build(self) -> tuple[nn.Module, torch.optim.Optimizer]:
+        return build(self.device)
+
+    def layer(self) -> nn.Module:
+        return self.model.layer
+
+    def loss(self, model: nn.Module) -> torch.Tensor:
+        return loss_of(model)
+
+    def take_step(self, _model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+        optimizer.step()
+
+    def zero(self, _model: nn.Module, optimizer: torch.optim.Optimizer, *, to_none: bool) -> None:
+        optimizer.zero_grad(set_to_none=to_none)
+
+    def check_ties(self) -> None:
+        assert self.model.head.weight is self.model.embed.weight
+        assert storage_of(self.model.first) is storage_of(self.model.second)
+        if self.exact and not self.away:
+            assert not any(tensor.__dict__ for tensor in self.tensors().values())
+            assert copy.deepcopy(self.model) is not self.model
+
     @initialize()
     def begin(self) -> None:
-        self.model, self.optimizer = build(self.device)
-        self.twin, self.twin_optimizer = build(self.device)
+        self.model, self.optimizer = self.build()
+        self.twin, self.twin_optimizer = self.build()
         self.off = Offloader(self.model, self.optimizer, device=self.device)
-        self.part = Offloader(self.model.layer, device=self.device)
-        self.part_first = Offloader(self.model.layer, self.model, self.optimizer, device=self.device)
+        self.part = Offloader(self.layer(), device=self.device)
+        self.part_first = Offloader(self.layer(), self.model, self.optimizer, device=self.device)
         self.entered: list[tuple[Any, set[str], dict[str, int], bool]] = []
         self.alias: torch.Tensor | None = None
         self.away: set[str] = set()
@@ -129,27 +153,27 @@ class Life(RuleBasedStateMachine):
         needs = {"params", "grads", "buffers"}
         if self.exact and not self.away & needs:
             for model in (self.model, self.twin):
-                loss_of(model).backward()
+                self.loss(model).backward()
             self.trained = True
         elif self.away >= needs and self.exact:
             try:
-                loss_of(self.model)
+                self.loss(self.model)
             except OffloadedTensorError as error:
-                assert "Module." in str(error)  # noqa: PT017
+                assert f"{type(self.model).__name__}." in str(error)  # noqa: PT017
             else:
                 raise AssertionError("an offloaded module computed")
 
     @rule()
     def step(self) -> None:
         if self.exact and not self.away:
-            self.optimizer.step()
-            self.twin_optimizer.step()
+            self.take_step(self.model, self.optimizer)
+            self.take_step(self.twin, self.twin_optimizer)
 
     @rule(to_none=st.booleans())
     def zero_grad(self, to_none: bool) -> None:
         if to_none or (self.exact and "grads" not in self.away):
-            self.optimizer.zero_grad(set_to_none=to_none)
-            self.twin_optimizer.zero_grad(set_to_none=to_none)
+            self.zero(self.model, self.optimizer, to_none=to_none)
+            self.zero(self.twin, self.twin_optimizer, to_none=to_none)
 
     @rule(seed=st.integers(0, 99))
     def load(self, seed: int) -> None:
@@ -170,7 +194,7 @@ class Life(RuleBasedStateMachine):
 
     @rule()
     def hold_an_alias(self) -> None:
-        self.alias = self.model.layer.weight.detach()
+        self.alias = self.layer().weight.detach()
 
     @rule()
     def drop_the_alias(self) -> None:
@@ -198,13 +222,11 @@ class Life(RuleBasedStateMachine):
 
     @invariant()
     def classes_and_ties_are_kept(self) -> None:
-        assert self.model.head.weight is self.model.embed.weight
-        assert storage_of(self.model.first) is storage_of(self.model.second)
+        self.check_ties()
         if self.exact and not self.away:
             assert set(self.off.residency.values()) == {Residency.RESIDENT}
             for tensor in self.tensors().values():
                 assert type(tensor) in (torch.Tensor, nn.Parameter)
-                assert not tensor.__dict__
 
     @invariant()
     def a_storage_is_away_exactly_when_all_that_claim_it_are(self) -> None:
@@ -242,7 +264,6 @@ class Life(RuleBasedStateMachine):
             self.off.reload()
             self.part.reload()
             self.values_are_the_twins()
-            assert copy.deepcopy(self.model) is not self.model
             self.off.close()
             self.part.close()
 
@@ -251,8 +272,13 @@ def nbytes_of(tensor: torch.Tensor) -> int:
     return storage_of(tensor).nbytes()
 
 
-def test_a_trainers_life(device: str) -> None:
-    machine = type("LifeOnDevice", (Life,), {"device": device})
+def live(machine: type[Life], device: str, *, lives: int = 100) -> None:
+    """Run a state machine on a device."""
     hypothesis.stateful.run_state_machine_as_test(
-        machine, settings=hypothesis.settings(max_examples=100, stateful_step_count=25, deadline=None)
+        type(f"{machine.__name__}On{device}", (machine,), {"device": device}),
+        settings=hypothesis.settings(max_examples=lives, stateful_step_count=25, deadline=None),
     )
+
+
+def test_a_trainers_life(device: str) -> None:
+    live(Life, device)

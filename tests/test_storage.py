@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 from torch import nn
 
 from torch_offload import OffloadedTensorError, Offloader, SharedStorageError, offloaded, storage, testing
-from torch_offload.storage import Holding, byte_view, check_exclusive, is_exclusive
-from torch_offload.tensors import storage_of
+from torch_offload.storage import Holding, check_exclusive, is_exclusive
+from torch_offload.tensors import byte_view, storage_of
 
 
 def noticed(tensor: torch.Tensor, others: list[torch.Tensor]) -> tuple[list[torch.Tensor], list[torch.Tensor]]:

@@ -14,6 +14,7 @@ from torch_offload import (
     Claim,
     GradientsError,
     MirrorMismatchError,
+    OffloadedTensorError,
     Offloader,
     OptimizerStrategy,
     PerParameterStrategy,
@@ -85,6 +86,12 @@ def strategies(device: str) -> dict[str, tuple[Strategy, object]]:
 )
 def test_the_contract_of_every_strategy(device: str, which: str) -> None:
     strategy, keep = strategies(device)[which]
+    check_contract(strategy, device)
+    del keep
+
+
+def check_contract(strategy: Strategy, device: str) -> None:
+    """What every strategy keeps to, over a target that has something of everything it claims."""
     claims = list(strategy.claims())
     assert claims
     names = [(claim.component, id(claim.of), claim.name) for claim in claims]
@@ -100,7 +107,29 @@ def test_the_contract_of_every_strategy(device: str, which: str) -> None:
     assert_round_trip(strategy, device=device)
     with pytest.raises(ValueError, match=r"shared='always'.*'guard'"):
         type(strategy)(strategy.target, shared="always")
-    del keep
+    single = type(strategy)([strategy.target], name="alone").each()
+    assert [(each.name, each.target) for each in single] == [("alone", strategy.target)]
+    twice = type(strategy)([strategy.target] * 2, name="pair")
+    assert [each.name for each in twice.each()] == ["pair[0]", "pair[1]"]
+    with pytest.raises(TypeError, match=r"'pair' is over a list of 2 targets.*each\(\)"):
+        twice.target  # noqa: B018
+
+
+def test_a_strategy_over_a_list_is_one_for_each(device: str) -> None:
+    pair = [nn.Linear(2, 2, device=device) for _ in range(2)]
+    for off in (
+        Offloader(PerParameterStrategy(pair, name="actor", grads="discard"), device=device),
+        Offloader(pair, name="actor", grads="discard", device=device),
+    ):
+        off.offload()
+        for index, model in enumerate(pair):
+            with pytest.raises(OffloadedTensorError, match=rf"'actor\[{index}\]\.weight'"):
+                model.weight.sum()
+        assert {strategy.grads for strategy in off._scope.strategies} == {"discard"}
+        off.close()
+    assert Offloader(OptimizerStrategy([]), device=device).offload().nbytes == 0
+    with pytest.raises(UnsupportedTargetError, match=r"takes a torch\.optim\.Optimizer, not a Linear"):
+        OptimizerStrategy(pair)
 
 
 def test_a_strategy_holds_its_target_weakly(device: str) -> None:

@@ -15,7 +15,7 @@ from .errors import (
 from .host_memory import PageableMirrorWarning
 from .offloader import Offloader, offloaded, reload, resident
 from .report import LeftRow, MirrorRow, Residency, TransitionReport
-from .strategies import Claim, OptimizerStrategy, PerParameterStrategy, Strategy, strategy_for
+from .strategies import Claim, FlatBufferStrategy, OptimizerStrategy, PerParameterStrategy, Strategy, strategy_for
 from .transition import PreparedOffload
 
 __version__ = "0.1.0"
@@ -23,6 +23,7 @@ __version__ = "0.1.0"
 __all__ = [
     "Claim",
     "DeviceMemoryError",
+    "FlatBufferStrategy",
     "GradientsError",
     "HostMemoryError",
     "IntegrityError",

@@ -22,8 +22,8 @@ class Barrier:
     The leaf's own hooks keep it alive, and the entry refers to it weakly.
     """
 
-    def __init__(self, leaf: torch.Tensor, name: str, entry: Entry) -> None:
-        self._leaf, self._name, self._entry = leaf, name, entry
+    def __init__(self, leaf: torch.Tensor, attribute: str, name: str, entry: Entry) -> None:
+        self._leaf, self._attribute, self._name, self._entry = leaf, attribute, name, entry
         self._had_hooks = leaf._backward_hooks is not None
         entry.barriers.append(weakref.ref(self))
         frozen = not leaf.requires_grad  # it may be trained again while its gradient is away
@@ -37,7 +37,7 @@ class Barrier:
 
     def is_needed(self) -> bool:
         """Whether the leaf's gradient is still on the entry's storage."""
-        gradient = gradient_of(self._leaf)
+        gradient = gradient_of(self._leaf) if self._attribute == "grad" else self._leaf.__dict__.get(self._attribute)
         found = None if gradient is None else guard_of(gradient)
         return found is not None and found.entry is self._entry
 

@@ -88,6 +88,10 @@ class Planned:
         """Whether this component claims it."""
         return any(named.claim.component == component for named in self.claims)
 
+    def is_vouched(self) -> bool:
+        """Whether somebody who claims it knows of holders without a name."""
+        return any(named.claim.vouched for named in self.claims)
+
     def known(self) -> list[torch.Tensor]:
         """The tensors on it, and the leaves whose gradients are on it."""
         return [*(named.claim.tensor for named in self.claims), *self.aliases, *self.leaves]
@@ -97,13 +101,19 @@ class Planned:
         names = {id(named.claim.tensor): named.name for named in self.claims}
         tensors = [(named.claim.tensor, named.name) for named in self.claims]
         tensors += [(alias, self.name) for alias in (*self.aliases, *verdict.aliases)]
+        gradients = [(leaf, "grad", names.get(id(gradient_of(leaf)), self.name)) for leaf in (*self.leaves, *verdict.leaves)]
+        gradients += [
+            (named.claim.of, named.claim.name, named.name)
+            for named in self.claims
+            if named.claim.component == "grads" and named.claim.of is not None and named.claim.name != "grad"
+        ]
         first = self.claims[0].strategy
         return Move(
             storage=self.storage,
             name=self.name,
             mirror=ledger.state_of(first.target).mirror_for(self.storage.device),
             tensors=tensors,
-            gradients=[(leaf, names.get(id(gradient_of(leaf)), self.name)) for leaf in (*self.leaves, *verdict.leaves)],
+            gradients=gradients,
             claims=[
                 (weakref.ref(ledger.state_of(named.strategy.target)), named.claim.component, named.key) for named in self.claims
             ],
@@ -218,7 +228,7 @@ class Plan:
                     f"{each.name!r} is a {type(each.claims[0].claim.tensor).__name__}, whose storage has no memory: {_WRAPS}. "
                     "Nothing was touched"
                 )
-        verdicts = examine([(each.storage, each.known()) for each in planned])
+        verdicts = examine([(each.storage, each.known(), each.is_vouched()) for each in planned])
         moves, left = [], []
         for each, verdict in zip(planned, verdicts, strict=True):
             if _may_go(each.shared, verdict.holding):

@@ -44,6 +44,11 @@ def address_of(tensor: torch.Tensor) -> int:
         return 0
 
 
+def byte_view(storage: Storage) -> torch.Tensor:
+    """A new uint8 tensor of shape ``(storage.nbytes(),)`` over the whole storage, on its device."""
+    return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
+
+
 def has_memory(storage: Storage) -> bool:
     """Whether there is memory; storages of tensors that wrap others have none. A copy-on-write storage gets its own copy."""
     try:

@@ -21,7 +21,7 @@ import torch
 from . import checksum, device, host_memory, storage, transfer
 from .offloader import Offloader
 from .report import Residency
-from .tensors import Storage, storage_of
+from .tensors import Storage, byte_view, storage_of
 
 if TYPE_CHECKING:
     from hypothesis.strategies import SearchStrategy
@@ -150,12 +150,12 @@ class Portrait:
 
     @classmethod
     def of(cls, tensor: torch.Tensor) -> Portrait:
-        return cls(tensor, _identity(tensor), storage.byte_view(storage_of(tensor)).cpu().clone())
+        return cls(tensor, _identity(tensor), byte_view(storage_of(tensor)).cpu().clone())
 
     def check(self) -> None:
         """Raise an AssertionError unless the tensor is as it was, bit for bit."""
         assert _identity(self.tensor) == self.identity, f"{_identity(self.tensor)} is not {self.identity}"
-        content = storage.byte_view(storage_of(self.tensor)).cpu()
+        content = byte_view(storage_of(self.tensor)).cpu()
         assert torch.equal(content, self.content), f"the bytes of {self.identity} changed"
 
 
@@ -349,5 +349,5 @@ def _base(where: torch.device, dtype: torch.dtype, numel: int, seed: int, infere
     content = torch.randint(0, 2 if dtype is torch.bool else 256, (numel * itemsize,), generator=generator, dtype=torch.uint8)
     with torch.inference_mode(inference and seed % 4 == 0):
         tensor = torch.empty(numel, dtype=dtype, device=where)
-        storage.byte_view(storage_of(tensor)).copy_(content)
+        byte_view(storage_of(tensor)).copy_(content)
         return tensor

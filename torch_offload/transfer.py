@@ -18,7 +18,7 @@ from . import barriers, checksum, device, guard, ledger, mirror, storage
 from .errors import DeviceMemoryError, IntegrityError, TransitionError, gib, listed
 from .ledger import Entry, Stage
 from .mirror import Need, PinnedMirror
-from .tensors import Storage
+from .tensors import Storage, byte_view
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -30,7 +30,7 @@ class Move:
         name: its name in messages.
         mirror: where its host memory comes from, unless a slot waits for it in another one.
         tensors: every tensor on it that can be made loud, with its name.
-        gradients: (leaf, name) of each gradient on it, for the barriers against a backward.
+        gradients: (leaf, its attribute, name) of each gradient on it, for the barriers against a backward.
         claims: what `Entry.claims` is to hold.
         component: the component of its first claim.
         discard: give the bytes up; they come back as zeros.
@@ -41,7 +41,7 @@ class Move:
     name: str
     mirror: PinnedMirror
     tensors: Sequence[tuple[torch.Tensor, str]]
-    gradients: Sequence[tuple[torch.Tensor, str]] = ()
+    gradients: Sequence[tuple[torch.Tensor, str, str]] = ()
     claims: Sequence[tuple[weakref.ref[ledger.TargetState], str, ledger.Key]] = ()
     component: str = ""
     discard: bool = False
@@ -77,9 +77,9 @@ class Prepared:
             self._entries.append(entry)
             ledger.add(entry)
             guard.guard(move.tensors, entry)
-            for leaf, name in move.gradients:
+            for leaf, attribute, name in move.gradients:
                 if leaf.is_floating_point() or leaf.is_complex():
-                    barriers.Barrier(leaf, name, entry)
+                    barriers.Barrier(leaf, attribute, name, entry)
         barriers.watch_steps()
 
     def _find_host_memory(self, components: Iterable[str]) -> None:
@@ -112,7 +112,7 @@ class Prepared:
                 continue
             slot.take_over(move.storage, move.name, move.component, (state for state, _, _ in move.claims))
             ledger.place(move.storage, slot)
-            copy(slot.bytes(), storage.byte_view(move.storage))
+            copy(slot.bytes(), byte_view(move.storage))
             self.copied_nbytes += entry.nbytes
         device.synchronize(self._devices)
 
@@ -274,7 +274,7 @@ def _compare(pairs: Sequence[tuple[Entry, Storage]]) -> None:
 
 def _checksums(storages: Sequence[Storage]) -> list[int]:
     try:
-        return checksum.checksums([storage.byte_view(each) for each in storages])
+        return checksum.checksums([byte_view(each) for each in storages])
     except RuntimeError as error:
         if not device.is_out_of_memory(error):
             raise

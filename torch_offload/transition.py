@@ -43,6 +43,8 @@ class PreparedOffload:
         start(scope.device)
         self._held = scope.hold()
         self._scope, self._aim = scope, aim
+        for strategy in scope.alive():
+            strategy.wait()
         self._plan: Plan | None = _checked_plan(scope, chosen) if check else scope.plan()
         resident = [each for each in self._plan.storages.values() if each.entry is None]
         moves, self._left = self._plan.outgoing([each for each in resident if aim.is_to_go(each)])

@@ -11,10 +11,19 @@ import torch
 
 from ..errors import UnsupportedTargetError
 from .base import Claim, Strategy
+from .flat_buffer import FlatBufferStrategy
 from .optimizer import OptimizerStrategy
 from .per_parameter import PerParameterStrategy
 
-__all__ = ["Claim", "OptimizerStrategy", "PerParameterStrategy", "Strategy", "strategies_for", "strategy_for"]
+__all__ = [
+    "Claim",
+    "FlatBufferStrategy",
+    "OptimizerStrategy",
+    "PerParameterStrategy",
+    "Strategy",
+    "strategies_for",
+    "strategy_for",
+]
 
 _ACCEPTED = "a torch.nn.Module, a list of them, a torch.optim.Optimizer, None, or a Strategy object"
 
@@ -25,7 +34,8 @@ _FOREIGN = (
     ("torch.distributed.fsdp", "FSDPModule"),
     ("torch.distributed.fsdp", "FullyShardedDataParallel"),
     ("torch.nn.parallel", "DistributedDataParallel"),
-    ("megatron.core.distributed", "DistributedDataParallel"),
+    ("megatron.core.distributed", "DistributedDataParallel"),  # inside of another module; pass the wrapper itself
+    ("megatron.core.distributed", "FullyShardedDataParallel"),
 )
 
 
@@ -65,18 +75,20 @@ def strategies_for(targets: Iterable[object], policy: Mapping[str, Any]) -> list
     """
     found: list[Strategy] = []
     taken: set[str] = set()
-    for target in _flat(targets):
+    for index, target in _flat(targets):
         if target is None:
             taken |= _keywords(PerParameterStrategy) | _keywords(OptimizerStrategy)
         elif isinstance(target, Strategy):
-            if target.target is None:
-                raise UnsupportedTargetError(
-                    f"the target of {target.name!r} is gone: strategies hold it weakly, keep it yourself"
-                )
-            found.append(target)
+            for strategy in target.each():
+                if strategy.target is None:
+                    raise UnsupportedTargetError(
+                        f"the target of {strategy.name!r} is gone: strategies hold it weakly, keep it yourself"
+                    )
+                found.append(strategy)
         else:
             kind = _kind(target)
             found.append(kind(target, **{key: policy[key] for key in policy if key in _keywords(kind)}))
+            found[-1].name += index
             taken |= _keywords(kind)
     if unknown := sorted(set(policy) - taken):
         accepted = ", ".join(sorted(taken)) or "no keyword: strategy objects keep the policies they were made with"
@@ -84,15 +96,19 @@ def strategies_for(targets: Iterable[object], policy: Mapping[str, Any]) -> list
     return found
 
 
-def _flat(targets: Iterable[object]) -> Iterator[object]:
+def _flat(targets: Iterable[object], index: str = "") -> Iterator[tuple[str, object]]:
+    """The targets in nested lists, each with its index there, ``"[1]"``; without one where it stands alone."""
     for target in targets:
         if isinstance(target, (list, tuple)):
-            yield from _flat(target)
+            for number, each in enumerate(target):
+                yield from _flat([each], f"{index}[{number}]" if len(target) > 1 else index)
         else:
-            yield target
+            yield index, target
 
 
 def _kind(target: object) -> Callable[..., Strategy]:
+    if isinstance(target, _known("megatron.core.distributed", "DistributedDataParallel")):
+        return FlatBufferStrategy
     if isinstance(target, torch.nn.Module):
         _refuse_foreign(target)
         return PerParameterStrategy
@@ -106,12 +122,16 @@ def _keywords(kind: Callable[..., Strategy]) -> set[str]:
     return {name for name, parameter in parameters.items() if parameter.kind is inspect.Parameter.KEYWORD_ONLY}
 
 
+def _known(where: str, name: str) -> Any:
+    """A class by the name of its module, as `isinstance` takes it: nothing is one where that was never imported."""
+    return getattr(sys.modules.get(where), name, ())
+
+
 def _refuse_foreign(module: torch.nn.Module) -> None:
-    found = [(where, name, getattr(sys.modules.get(where), name, None)) for where, name in _FOREIGN]
     for path, part in module.named_modules():
-        for where, name, kind in found:
-            if kind is not None and isinstance(part, kind):
+        for where, name in _FOREIGN:
+            if isinstance(part, _known(where, name)):
                 raise UnsupportedTargetError(
                     f"{type(module).__name__} has a {where}.{name} at {path or 'its root'!r}, which holds or reads tensors in "
-                    "a way that no strategy here covers. Nothing was touched. Write a Strategy for it and pass that"
+                    "a way that is not described by its parameters. Nothing was touched. Pass a Strategy that knows it"
                 )

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import abc
+import copy
 import dataclasses
 import weakref
 from collections.abc import Callable, Iterable
-from typing import Any, ClassVar, Literal, get_args
+from typing import Any, ClassVar, Literal, Self, get_args
 
 import torch
 
@@ -21,12 +22,14 @@ class Claim:
 
     Attributes:
         tensor: any tensor with a storage; the whole storage moves.
-        name: its name below the target, or below ``of`` if that is given: ``"layers.0.weight"``, ``"grad"``, ``"exp_avg"``.
+        name: its name below the target, or below ``of`` if that is given: ``"layers.0.weight"``, ``"grad"``, ``"exp_avg"``. A
+            gradient's is the attribute of ``of`` that it stands in.
         component: one of the strategy's ``components``.
         of: the tensor it belongs to (a gradient's or a state's parameter).
         of_name: what to call ``of`` where no claim names it.
         discard: its bytes may be given up; they come back as zeros unless another claim on the storage keeps them.
         host: it lives in host memory on purpose beside an accelerator, which is then not worth a word.
+        vouched: holders of its storage that have no Python name are known, and harmless (a collective that is over).
     """
 
     tensor: torch.Tensor
@@ -36,6 +39,7 @@ class Claim:
     of_name: str = ""
     discard: bool = False
     host: bool = False
+    vouched: bool = False
 
 
 class Strategy(abc.ABC):
@@ -49,14 +53,14 @@ class Strategy(abc.ABC):
         ...         yield Claim(tensor=self.target.rows, name="rows", component="table")
 
     Args:
-        target: the object whose tensors are claimed. Held weakly.
-        name: what names in messages start with; the target's class by default.
+        target: the object whose tensors are claimed, or a list of such objects. Held weakly.
+        name: what names in messages start with; the target's class by default. In a list, an index follows: ``"actor[1]"``.
         shared: what to do with a storage that has other holders. ``"guard"``: free it if all of them can be made to raise,
             leave it otherwise; ``"leave"``: leave it; ``"raise"``: raise `SharedStorageError`; ``"free"``: free it, the
             caller vouches for holders that cannot be made to raise.
 
     Raises:
-        UnsupportedTargetError: no weak reference to the target can be made.
+        UnsupportedTargetError: the strategy does not describe a target whole, or no weak reference to it can be made.
         ValueError: an unknown policy.
         TypeError: ``name`` is no string.
     """
@@ -68,19 +72,35 @@ class Strategy(abc.ABC):
         check_choice("shared", shared, get_args(Shared))
         if name is not None and not isinstance(name, str):
             raise TypeError(f"name={name!r} is no string; it is what names in messages start with, such as 'actor'")
+        targets = list(target) if isinstance(target, (list, tuple)) else [target]
+        for each in targets:
+            self.accept(each)
         try:
-            self._target = weakref.ref(target)
+            self._targets = [weakref.ref(each) for each in targets]
         except TypeError as error:
-            raise UnsupportedTargetError(
-                f"a {type(target).__name__} cannot be a target: it takes no weak reference. Give its class a __weakref__ slot"
-            ) from error
-        self.name = name or type(target).__name__
+            raise UnsupportedTargetError(f"{error}: no target can be without. Give its class a __weakref__ slot") from error
+        self.name = name or type(targets[0] if targets else self).__name__
         self.shared: Shared = shared
+
+    def accept(self, target: Any) -> None:  # noqa: B027
+        """Raise an `UnsupportedTargetError` unless this strategy describes the target whole."""
 
     @property
     def target(self) -> Any:
-        """The target, or None once it is gone."""
-        return self._target()
+        """The target, or None once it is gone. A strategy over a list has one for each that `each` gives."""
+        if len(self._targets) != 1:
+            raise TypeError(f"the strategy {self.name!r} is over a list of {len(self._targets)} targets; go over its each()")
+        return self._targets[0]()
+
+    def each(self) -> list[Self]:
+        """This strategy for each of its targets alone, which is what transitions work with."""
+        if len(self._targets) == 1:
+            return [self]
+        alone = [copy.copy(self) for _ in self._targets]
+        for index, (strategy, target) in enumerate(zip(alone, self._targets, strict=True)):
+            strategy._targets = [target]
+            strategy.name = f"{self.name}[{index}]"
+        return alone
 
     @abc.abstractmethod
     def claims(self) -> Iterable[Claim]:
@@ -90,6 +110,10 @@ class Strategy(abc.ABC):
         """Tensors on the claimed storages that the target itself holds beside its claims, gradients that are views of a flat
         buffer for example. They are guarded, not moved."""
         return ()
+
+    def wait(self) -> None:  # noqa: B027
+        """Wait for work of the target's own that may be under way on its tensors beside the device's streams, such as
+        collectives on the CPU. Called before anything is touched."""
 
     def check(self, components: frozenset[str]) -> None:  # noqa: B027
         """Raise an `OffloadError` if these components must not be offloaded now. Nothing was touched yet."""

@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import dataclasses
-from collections import deque
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
-from types import FunctionType, MethodType, ModuleType
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
 
 from ..errors import UnsupportedTargetError
-from .base import Claim, Shared, Strategy
+from .base import Claim, Strategy
+from .walk import tensors_in
 
 
 class OptimizerStrategy(Strategy):
@@ -30,7 +28,7 @@ class OptimizerStrategy(Strategy):
         [('param 0', 'step'), ('param 0', 'exp_avg'), ('param 0', 'exp_avg_sq')]
 
     Args:
-        optimizer: the optimizer. Held weakly.
+        optimizer: the optimizer, or a list of them. Held weakly.
         name, shared: as for `Strategy`.
 
     Raises:
@@ -40,17 +38,16 @@ class OptimizerStrategy(Strategy):
 
     components = ("optimizer",)
 
-    def __init__(self, optimizer: torch.optim.Optimizer, *, name: str | None = None, shared: Shared = "guard") -> None:
-        if not isinstance(optimizer, torch.optim.Optimizer):
-            raise UnsupportedTargetError(f"OptimizerStrategy takes a torch.optim.Optimizer, not a {type(optimizer).__name__}")
-        super().__init__(optimizer, name=name, shared=shared)
+    def accept(self, target: Any) -> None:
+        if not isinstance(target, torch.optim.Optimizer):
+            raise UnsupportedTargetError(f"{type(self).__name__} takes a torch.optim.Optimizer, not a {type(target).__name__}")
 
     def claims(self) -> Iterable[Claim]:
         names = _parameter_names(self.target)
         for index, (key, state) in enumerate(self.target.state.items()):
             is_parameter = isinstance(key, torch.Tensor)
             of_name = names.get(id(key), f"state {index}") if is_parameter else str(key)
-            for path, tensor in _tensors(state, names):
+            for path, tensor in tensors_in(state, names):
                 yield Claim(
                     tensor=tensor,
                     name=".".join(path) or "state",
@@ -73,30 +70,3 @@ def _parameter_names(optimizer: torch.optim.Optimizer) -> dict[int, str]:
         for index, parameter in enumerate(group["params"]):
             names[id(parameter)] = given[index] if index < len(given) else f"param {len(names)}"
     return names
-
-
-def _tensors(state: Any, parameters: Collection[int]) -> Iterator[tuple[tuple[str, ...], torch.Tensor]]:
-    """The tensors in a state and the names on the way to each, but for the parameters with these ids."""
-    waiting: list[tuple[tuple[str, ...], Any]] = [((), state)]
-    seen: set[int] = set()
-    while waiting:
-        path, thing = waiting.pop()
-        if isinstance(thing, torch.Tensor):
-            if id(thing) not in parameters:
-                yield path, thing
-        elif id(thing) not in seen:
-            seen.add(id(thing))
-            waiting += [((*path, str(key)), value) for key, value in reversed(_members(thing))]
-
-
-def _members(thing: Any) -> list[tuple[Any, Any]]:
-    """What a container, a record or a plain object has; nothing of what is code, or claimed by its own strategy."""
-    if isinstance(thing, (type, ModuleType, FunctionType, MethodType, torch.nn.Module, torch.optim.Optimizer)):
-        return []
-    if isinstance(thing, Mapping):
-        return list(thing.items())
-    if isinstance(thing, (list, tuple, deque, set, frozenset)):
-        return list(enumerate(thing))
-    if dataclasses.is_dataclass(thing):
-        return [(field.name, getattr(thing, field.name, None)) for field in dataclasses.fields(thing)]
-    return list(vars(thing).items()) if type(thing).__dictoffset__ else []

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from typing import Literal, get_args
+from collections.abc import Iterable, Sequence
+from typing import Any, Literal, get_args
 
 import torch
 
@@ -23,7 +23,7 @@ class PerParameterStrategy(Strategy):
         ['weight', 'bias']
 
     Args:
-        module: the module. Held weakly.
+        module: the module, or a list of modules. Held weakly.
         grads: ``"preserve"`` moves gradients like everything else; ``"discard"`` gives their bytes up, they come back as
             zeros; ``"refuse"`` raises `GradientsError` if there is one.
         read_only: the module is not trained: later offloads copy nothing, once a checksum has shown on the device that the
@@ -39,20 +39,22 @@ class PerParameterStrategy(Strategy):
 
     def __init__(
         self,
-        module: torch.nn.Module,
+        module: torch.nn.Module | Sequence[torch.nn.Module],
         *,
         grads: Gradients = "preserve",
         read_only: bool = False,
         name: str | None = None,
         shared: Shared = "guard",
     ) -> None:
-        if not isinstance(module, torch.nn.Module):
-            raise UnsupportedTargetError(f"PerParameterStrategy takes a torch.nn.Module, not a {type(module).__name__}")
         check_choice("grads", grads, get_args(Gradients))
         check_choice("read_only", read_only, (True, False))
         super().__init__(module, name=name, shared=shared)
         self.grads = grads
         self.read_only = read_only
+
+    def accept(self, target: Any) -> None:
+        if not isinstance(target, torch.nn.Module):
+            raise UnsupportedTargetError(f"{type(self).__name__} takes a torch.nn.Module, not a {type(target).__name__}")
 
     def claims(self) -> Iterable[Claim]:
         # unbound: some wrappers hide Module.buffers() behind an attribute of that name
