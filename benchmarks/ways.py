@@ -1,0 +1,98 @@
+"""The ways to move memory that are compared. Each has `offload`, `reload` and `close`, which gives its host memory back.
+
+The peers do what training frameworks do today, in as few lines as that takes.
+"""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Sequence
+from typing import Any, Protocol
+
+import torch
+
+from torch_offload import Offloader
+
+
+class Way(Protocol):
+    def offload(self) -> object: ...
+
+    def reload(self) -> object: ...
+
+    def close(self) -> None: ...
+
+
+class TorchOffload:
+    """This package, checksums and all."""
+
+    name = "torch_offload"
+
+    def __init__(self, *targets: Any, **policy: Any) -> None:
+        self._off = Offloader(*targets, **policy)
+        self.offload, self.reload, self.close = self._off.offload, self._off.reload, self._off.close
+
+
+class PinnedBuffer:
+    """One persistent host tensor of torch's pinned allocator for each flat buffer."""
+
+    name = "pin_memory=True buffers"
+
+    def __init__(self, tensors: Sequence[torch.Tensor]) -> None:
+        self._tensors = tensors
+        self._sizes = [tensor.untyped_storage().nbytes() for tensor in tensors]
+        self._host: list[torch.Tensor] = []
+
+    def offload(self) -> None:
+        if not self._host:
+            self._host = [torch.empty_like(each, device="cpu", pin_memory=torch.cuda.is_available()) for each in self._tensors]
+        for tensor, host in zip(self._tensors, self._host, strict=True):
+            host.copy_(tensor)
+            tensor.untyped_storage().resize_(0)
+        collect()
+
+    def reload(self) -> None:
+        for tensor, host, nbytes in zip(self._tensors, self._host, self._sizes, strict=True):
+            tensor.untyped_storage().resize_(nbytes)
+            tensor.copy_(host)
+        collect()
+
+    def close(self) -> None:
+        self._host.clear()
+        free_pinned()
+
+
+class PerParameter:
+    """Every parameter's data replaced by ``.to("cpu")`` of it, and back."""
+
+    name = 'per-parameter .to("cpu")'
+
+    def __init__(self, module: torch.nn.Module) -> None:
+        self._module = module
+        self._device = next(module.parameters()).device
+
+    def offload(self) -> None:
+        for parameter in self._module.parameters():
+            parameter.data = parameter.data.to("cpu") if self._device.type != "cpu" else parameter.data.clone()
+        collect()
+
+    def reload(self) -> None:
+        for parameter in self._module.parameters():
+            parameter.data = parameter.data.to(self._device) if self._device.type != "cpu" else parameter.data.clone()
+        collect()
+
+    def close(self) -> None:
+        free_pinned()
+
+
+def collect() -> None:
+    """What the functions of today end with."""
+    gc.collect()
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()
+
+
+def free_pinned() -> None:
+    """Give what torch's pinned allocator keeps back to the operating system."""
+    gc.collect()
+    if torch.cuda.is_available():
+        torch._C._host_emptyCache()

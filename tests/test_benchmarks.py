@@ -1,0 +1,47 @@
+"""The benchmarks run, small, and their numbers become the tables that are shown."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from benchmarks.table import table
+
+pytest.importorskip("megatron.core")
+ROOT = Path(__file__).parents[1]
+RATES = {"first_gb_per_s", "offload_gb_per_s", "reload_gb_per_s"}
+
+
+def test_every_scenario_runs_and_results_merge(tmp_path: Path) -> None:
+    out = tmp_path / "new" / "results.json"
+    for scenario in ("flat buffer", "reference model"):
+        command = [sys.executable, "-m", "benchmarks", "--gib", "0.01", "--only", scenario, "--out", str(out)]
+        environment = os.environ | {"CUDA_VISIBLE_DEVICES": ""}
+        done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
+        assert done.returncode == 0, done.stderr
+        assert f"| {scenario}, 0.01 GiB | the link's limit |" in done.stdout
+    found = json.loads(out.read_text())
+    assert set(found) == {"machine", "flat buffer", "reference model"}
+    assert set(found["flat buffer"]["ways"]) == {"torch_offload", "pin_memory=True buffers"}
+    assert set(found["reference model"]["ways"]) == {"torch_offload", 'per-parameter .to("cpu")'}
+    for scenario in ("flat buffer", "reference model"):
+        assert found[scenario]["nbytes"] == pytest.approx(0.01 * 2**30, rel=0.25)
+        for way in found[scenario]["ways"].values():
+            assert way.keys() >= RATES
+            assert all(way[rate] > 0 for rate in RATES)
+            assert way["offload_gb_per_s"] * way["offload_s"] == pytest.approx(found[scenario]["nbytes"] / 1e9)
+
+
+def test_the_table_shows_what_was_measured() -> None:
+    way = {"first_gb_per_s": 9.87, "offload_gb_per_s": 51.04, "reload_gb_per_s": 49.96, "host_bytes_per_byte": 1.004}
+    limit = {"offload": 55.25, "reload": 55.35}
+    found = {"machine": {}, "x": {"nbytes": 2**31, "limit_gb_per_s": limit, "ways": {"ours": way}}, "y": {"left out": "why"}}
+    assert table(found).splitlines()[2:] == [
+        "| x, 2.00 GiB | the link's limit | | 55.2 | 55.4 | |",
+        "| | ours | 9.9 | 51.0 | 50.0 | 1.00 |",
+    ]
