@@ -10,8 +10,9 @@ are a small part of what it reads: the device may be nearly full. The mixing fun
 
 from __future__ import annotations
 
+import dataclasses
 import functools
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
 import torch
 
@@ -19,20 +20,34 @@ ROW = 4096  # bytes
 _SUMS = 8
 _FEWEST = 32  # rows in one product; cuBLAS wants more than 16
 _PIECE = 256 * 2**20  # bytes at once; the device may be nearly full
+_COPIED = 8  # as many times a byte counts that has to be copied
 _GOLDEN = 0x9E3779B97F4A7C15
 
 
+@dataclasses.dataclass(frozen=True)
+class _Part:
+    """Bytes of one view, at most a piece, that begin at a row: whole rows enough for a product of their own, or the rest."""
+
+    view: int
+    bytes: torch.Tensor
+    first_row: int
+
+    @property
+    def rows(self) -> int:
+        return -(-self.bytes.numel() // ROW)
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether a product takes it as it lies there; other parts are copied together first."""
+        return self.bytes.numel() >= _FEWEST * ROW
+
+
 def checksums(views: Sequence[torch.Tensor]) -> list[int]:
-    """A checksum for each view: uint8 tensors of shape ``(nbytes,)``, each over a whole storage. Waits once a device."""
-    totals = [partial(view) for view in views]
-    found: dict[int, int] = {}
-    for device in {total.device for total in totals}:
-        here = [index for index, total in enumerate(totals) if total.device == device]
-        found.update(zip(here, torch.stack([totals[index] for index in here]).tolist(), strict=True))
-    return [found[index] for index in range(len(totals))]
+    """A checksum for each view: uint8 tensors of shape ``(nbytes,)``, each over a whole storage."""
+    return _totals([(view, 0) for view in views])
 
 
-def partial(view: torch.Tensor, first_row: int = 0) -> torch.Tensor:
+def partial(view: torch.Tensor, first_row: int = 0) -> int:
     """What the bytes of ``view`` add to the checksum of a storage in which they start at row ``first_row``.
 
     Args:
@@ -40,17 +55,9 @@ def partial(view: torch.Tensor, first_row: int = 0) -> torch.Tensor:
         first_row: the number of whole rows before it.
 
     Returns:
-        int64 tensor of shape ``()`` on the view's device. Sums wrap around, so parts may be added and subtracted.
+        A signed 64-bit integer. Sums wrap around (`wrapped`), so parts may be added and subtracted.
     """
-    total = torch.zeros((), dtype=torch.int64, device=view.device)
-    for start in range(0, view.numel(), _PIECE):
-        piece = view[start : start + _PIECE]
-        whole = piece.numel() // ROW * ROW if piece.numel() >= _FEWEST * ROW else 0
-        row = first_row + start // ROW
-        if whole:
-            total += _mixed(piece[:whole].view(torch.int8).view(-1, ROW), row)
-        if whole < piece.numel():
-            total += _mixed_rest(piece[whole:], row + whole // ROW)
+    (total,) = _totals([(view, first_row)])
     return total
 
 
@@ -59,18 +66,72 @@ def wrapped(value: int) -> int:
     return (value + 2**63) % 2**64 - 2**63
 
 
-def _mixed_rest(rest: torch.Tensor, first_row: int) -> torch.Tensor:
-    """Fewer rows than a product takes, the last of them perhaps short."""
-    padded = torch.zeros(_FEWEST * ROW, dtype=torch.uint8, device=rest.device)
-    padded[: rest.numel()] = rest
-    return _mixed(padded.view(torch.int8).view(-1, ROW), first_row, count=-(-rest.numel() // ROW))
+def _totals(views: Sequence[tuple[torch.Tensor, int]]) -> list[int]:
+    """The checksums of views that begin at these rows. A few launches for each batch, and one or two for each view in it."""
+    found = []
+    for batch in _batches(part for index, (view, row) in enumerate(views) for part in _parts(index, view, row)):
+        whole = [part for part in batch if part.is_whole]
+        rest = [part for part in batch if not part.is_whole]
+        found.append((whole + rest, _sums(whole, rest)))
+    totals = [0] * len(views)
+    for parts, sums in found:
+        for part, value in zip(parts, sums.tolist(), strict=True):
+            totals[part.view] = wrapped(totals[part.view] + value)
+    return totals
 
 
-def _mixed(rows: torch.Tensor, first_row: int, count: int | None = None) -> torch.Tensor:
-    words = torch._int_mm(rows, _weights(rows.device))[:count].contiguous().view(torch.int64).view(-1)
-    start = first_row * (_SUMS // 2) + 1
-    positions = torch.arange(start, start + words.numel(), device=words.device)
-    return _mix(words + positions * wrapped(_GOLDEN)).sum()
+def _parts(index: int, view: torch.Tensor, first_row: int) -> Iterator[_Part]:
+    for start in range(0, view.numel(), _PIECE):
+        piece, row = view[start : start + _PIECE], first_row + start // ROW
+        whole = piece.numel() // ROW * ROW if piece.numel() >= _FEWEST * ROW else 0
+        if whole:
+            yield _Part(index, piece[:whole], row)
+        if whole < piece.numel():
+            yield _Part(index, piece[whole:], row + whole // ROW)
+
+
+def _batches(parts: Iterable[_Part]) -> Iterator[list[_Part]]:
+    """The parts, in order, as many of one device at once as are about a piece in size."""
+    batch: list[_Part] = []
+    nbytes = 0
+    for part in parts:
+        taken = part.bytes.numel() if part.is_whole else _COPIED * part.bytes.numel()
+        if batch and (part.bytes.device != batch[0].bytes.device or nbytes + taken > _PIECE):
+            yield batch
+            batch, nbytes = [], 0
+        batch.append(part)
+        nbytes += taken
+    if batch:
+        yield batch
+
+
+def _sums(whole: Sequence[_Part], rest: Sequence[_Part]) -> torch.Tensor:
+    """The sum of each part's mixed rows, on their device: int64 of shape ``(parts,)``."""
+    device = [*whole, *rest][0].bytes.device
+    products = [_product(part.bytes) for part in whole]
+    if rest:
+        products.append(_product(_padded([part.bytes for part in rest]))[: sum(part.rows for part in rest)])
+    words = torch.cat(products).view(torch.int64).view(-1)
+    first, count = torch.tensor([(part.first_row, part.rows) for part in (*whole, *rest)], device="cpu").t() * (_SUMS // 2)
+    end = count.cumsum(0)
+    there = torch.stack([first + 1 - (end - count), count, end - 1]).to(device, non_blocking=True)  # one copy, and no wait
+    positions = torch.arange(words.numel(), device=device)
+    positions += torch.repeat_interleave(there[0], there[1], output_size=words.numel())
+    running = _mix(words + positions * wrapped(_GOLDEN)).cumsum(0)[there[2]]
+    return torch.diff(running, prepend=running.new_zeros(1))
+
+
+def _product(data: torch.Tensor) -> torch.Tensor:
+    """Eight sums for each row: int32 of shape ``(rows, _SUMS)``."""
+    return torch._int_mm(data.view(torch.int8).view(-1, ROW), _weights(data.device))
+
+
+def _padded(rests: Sequence[torch.Tensor]) -> torch.Tensor:
+    """The rests one after the other, each filled up to whole rows, and rows of zeros up to what a product takes."""
+    zeros = torch.zeros(_FEWEST * ROW, dtype=torch.uint8, device=rests[0].device)
+    filled = [piece for rest in rests for piece in (rest, zeros[: -rest.numel() % ROW])]
+    missing = _FEWEST * ROW - sum(piece.numel() for piece in filled)
+    return torch.cat([*filled, zeros[: max(0, missing)]])
 
 
 @functools.cache

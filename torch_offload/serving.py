@@ -119,4 +119,4 @@ def _checksum_of_rows(entry: Entry, view: torch.Tensor) -> int:
     start = view.storage_offset() * view.element_size() // checksum.ROW
     stop = -(-((view.storage_offset() + extent) * view.element_size()) // checksum.ROW)
     rows = entry.slot.bytes()[start * checksum.ROW : stop * checksum.ROW]
-    return int(checksum.partial(rows, start))
+    return checksum.partial(rows, start)
