@@ -12,8 +12,9 @@ from torch import nn
 
 from torch_offload import FlatBufferStrategy, PerParameterStrategy
 
-from .ways import PerParameter, PinnedBuffer, TorchOffload, Way
+from .ways import PerParameter, PinnedBuffer, TorchOffload, Way, collect, empty_cache
 
+FINISHES = {"": collect, ", no gc.collect()": empty_cache}  # today's functions collect; how much of their time that is
 Ways = tuple[int, list[tuple[str, Way]]]
 
 
@@ -21,8 +22,9 @@ def reference(device: torch.device, nbytes: int) -> Ways:
     """A frozen model of 168 equal parameters; every offload copies."""
     numel = nbytes // 168 // 4
     module = nn.ParameterList(nn.Parameter(torch.ones(numel, device=device), requires_grad=False) for _ in range(168))
-    ours = TorchOffload(PerParameterStrategy(module))
-    return 168 * numel * 4, [(ours.name, ours), (PerParameter.name, PerParameter(module))]
+    ways = [(TorchOffload.name, TorchOffload(PerParameterStrategy(module)))]
+    ways += [(f"{PerParameter.name}{note}", PerParameter(module, finish)) for note, finish in FINISHES.items()]
+    return 168 * numel * 4, ways
 
 
 def flat_buffer(device: torch.device, nbytes: int) -> Ways:
@@ -40,8 +42,9 @@ def flat_buffer(device: torch.device, nbytes: int) -> Ways:
             module,
         )
     flat = [data for buffer in wrapper.buffers for data in (buffer.param_data, buffer.grad_data)]
-    ours = TorchOffload(FlatBufferStrategy(wrapper))
-    return sum(each.nbytes for each in flat), [(ours.name, ours), (PinnedBuffer.name, PinnedBuffer(flat))]
+    ways = [(TorchOffload.name, TorchOffload(FlatBufferStrategy(wrapper)))]
+    ways += [(f"{PinnedBuffer.name}{note}", PinnedBuffer(flat, finish)) for note, finish in FINISHES.items()]
+    return sum(each.nbytes for each in flat), ways
 
 
 SCENARIOS: dict[str, Callable[[torch.device, int], Ways]] = {"flat buffer": flat_buffer, "reference model": reference}

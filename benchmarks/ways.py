@@ -6,7 +6,7 @@ The peers do what training frameworks do today, in as few lines as that takes.
 from __future__ import annotations
 
 import gc
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
 import torch
@@ -37,8 +37,8 @@ class PinnedBuffer:
 
     name = "pin_memory=True buffers"
 
-    def __init__(self, tensors: Sequence[torch.Tensor]) -> None:
-        self._tensors = tensors
+    def __init__(self, tensors: Sequence[torch.Tensor], finish: Callable[[], None]) -> None:
+        self._tensors, self._finish = tensors, finish
         self._sizes = [tensor.untyped_storage().nbytes() for tensor in tensors]
         self._host: list[torch.Tensor] = []
 
@@ -48,13 +48,13 @@ class PinnedBuffer:
         for tensor, host in zip(self._tensors, self._host, strict=True):
             host.copy_(tensor)
             tensor.untyped_storage().resize_(0)
-        collect()
+        self._finish()
 
     def reload(self) -> None:
         for tensor, host, nbytes in zip(self._tensors, self._host, self._sizes, strict=True):
             tensor.untyped_storage().resize_(nbytes)
             tensor.copy_(host)
-        collect()
+        self._finish()
 
     def close(self) -> None:
         self._host.clear()
@@ -66,19 +66,19 @@ class PerParameter:
 
     name = 'per-parameter .to("cpu")'
 
-    def __init__(self, module: torch.nn.Module) -> None:
-        self._module = module
+    def __init__(self, module: torch.nn.Module, finish: Callable[[], None]) -> None:
+        self._module, self._finish = module, finish
         self._device = next(module.parameters()).device
 
     def offload(self) -> None:
         for parameter in self._module.parameters():
             parameter.data = parameter.data.to("cpu") if self._device.type != "cpu" else parameter.data.clone()
-        collect()
+        self._finish()
 
     def reload(self) -> None:
         for parameter in self._module.parameters():
             parameter.data = parameter.data.to(self._device) if self._device.type != "cpu" else parameter.data.clone()
-        collect()
+        self._finish()
 
     def close(self) -> None:
         free_pinned()
@@ -87,6 +87,11 @@ class PerParameter:
 def collect() -> None:
     """What the functions of today end with."""
     gc.collect()
+    empty_cache()
+
+
+def empty_cache() -> None:
+    """The least that has to be done for the driver to have the memory."""
     if torch.cuda.is_available():
         torch.cuda.empty_cache()
 

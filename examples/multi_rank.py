@@ -17,12 +17,12 @@ from trainer import build, run
 def train(device: torch.device, *, offload: bool) -> tuple[torch.Tensor, torch.Tensor]:
     """The losses of this rank's steps, and the parameters that all ranks then have."""
     trainer = build(device)
-    if not offload:
-        trainer.everything.reload()  # contexts put back what they found, so from now on nothing moves
+    if offload:
+        trainer.everything.offload()  # else phases find everything resident, and nothing ever moves
     torch.manual_seed(torch.distributed.get_rank())  # each rank its own data
     losses, _ = run(trainer, device, steps=10)
     trainer.everything.reload()
-    return torch.tensor(losses, device=device), trainer.chunks[0].buffers[0].param_data
+    return torch.tensor(losses, device=device), trainer.actor.buffers[0].param_data
 
 
 def main() -> None:

@@ -1,6 +1,6 @@
 """A trainer that keeps its strategies and puts away, in each phase, what the phase does not need.
 
-Between phases everything is in host memory, and each phase brings back its own:
+After `everything.offload()` all is in host memory between phases, and each phase brings back its own:
 
     sync_weights    the actor's parameters, for the rollout engine to take
     rollout         nothing: the engine has the device
@@ -14,7 +14,6 @@ Between phases everything is in host memory, and each phase brings back its own:
 from __future__ import annotations
 
 import copy
-from collections.abc import Sequence
 
 import torch
 from megatron_flat_buffers import VOCABULARY, DistributedDataParallel, Policy, ranks, wrap
@@ -50,28 +49,24 @@ class Trainer:
     """Holds the models, and one strategy for each.
 
     Args:
-        chunks: the actor, one wrapper for each stage of a virtual pipeline.
+        actor: its wrapper. (The strategy takes a virtual pipeline's list of them just as well.)
         optimizer: over the actor's parameters.
         reference: frozen.
     """
 
-    def __init__(
-        self, chunks: Sequence[DistributedDataParallel], optimizer: torch.optim.Optimizer, reference: nn.Module
-    ) -> None:
-        self.chunks, self.optimizer, self.reference = chunks, optimizer, reference
-        actor = FlatBufferStrategy(chunks, grads="discard", name="actor")
+    def __init__(self, actor: DistributedDataParallel, optimizer: torch.optim.Optimizer, reference: nn.Module) -> None:
+        self.actor, self.optimizer, self.reference = actor, optimizer, reference
+        weights = FlatBufferStrategy(actor, grads="discard", name="actor")
         state = OptimizerStrategy(optimizer, name="optimizer")
         frozen = PerParameterStrategy(reference, read_only=True, name="reference")
-        self.everything = Offloader(actor, state, frozen)
-        self.actor = Offloader(actor)
-        self.training = Offloader(actor, state)
+        self.everything = Offloader(weights, state, frozen)
+        self.weights = Offloader(weights)
+        self.training = Offloader(weights, state)
         self.frozen = Offloader(frozen)
-        self.everything.offload()
 
     def sync_weights(self, engine: Engine) -> None:
-        (chunk,) = self.chunks
-        with self.actor.resident(["params", "buffers"]):  # the gradients stay away
-            engine.load(chunk.module.state_dict())
+        with self.weights.resident(["params", "buffers"]):  # the gradients stay away
+            engine.load(self.actor.module.state_dict())
 
     def rollout(self, engine: Engine, prompts: torch.Tensor) -> torch.Tensor:
         return engine.generate(prompts)
@@ -87,18 +82,17 @@ class Trainer:
             return self._step(tokens, reference)
 
     def _step(self, tokens: torch.Tensor, reference: torch.Tensor) -> float:
-        (chunk,) = self.chunks
         rewards = (tokens[:, 1:] < TARGETS).float()
-        chunk.zero_grad_buffer()
-        current = log_probs(chunk, tokens)
+        self.actor.zero_grad_buffer()
+        current = log_probs(self.actor, tokens)
         loss = ((current - reference).square() * 0.01 - (rewards - rewards.mean()) * current).mean()
         loss.backward()
-        chunk.finish_grad_sync()
-        for parameter in chunk.params_with_grad:
+        self.actor.finish_grad_sync()
+        for parameter in self.actor.params_with_grad:
             parameter.grad = parameter.main_grad
         self.optimizer.step()
         self.optimizer.zero_grad()
-        chunk.start_param_sync()
+        self.actor.start_param_sync()
         return loss.item()
 
 
@@ -111,8 +105,8 @@ def build(device: torch.device, seed: int = 0) -> Trainer:
     torch.manual_seed(seed)
     policy = Policy()
     reference = copy.deepcopy(policy).requires_grad_(False).to(device)
-    chunk = wrap(policy, device)
-    return Trainer([chunk], torch.optim.AdamW(chunk.params_with_grad, lr=1e-2), reference)
+    actor = wrap(policy, device)
+    return Trainer(actor, torch.optim.AdamW(actor.params_with_grad, lr=1e-2), reference)
 
 
 def run(trainer: Trainer, device: torch.device, steps: int = 30) -> tuple[list[float], list[float]]:
@@ -129,6 +123,7 @@ def run(trainer: Trainer, device: torch.device, steps: int = 30) -> tuple[list[f
 def main() -> None:
     with ranks() as device:
         trainer = build(device)
+        trainer.everything.offload()  # what phases come back to
         _, rewards = run(trainer, device)
         print(trainer.training.report)
         print(f"mean reward: {rewards[0]:.3f} in the first round, {rewards[-1]:.3f} in the last")

@@ -151,11 +151,22 @@ def outcome(row: str, config: str, components: list[str] | None, device: str) ->
     return differs(names, twin) or ("refused" if refused else "right")
 
 
+def bookkeeping(group: Any) -> list[Any]:
+    """What a bucket group remembers of what was started."""
+    counts = [list(each.values()) for each in (group.per_param_grad_ready_counts, group.golden_per_param_grad_ready_counts)]
+    return [group.is_first_batch, group.is_last_microbatch, group.param_gather_dispatched, *counts]
+
+
 def differs(names: dict[str, Any], twin: dict[str, Any]) -> str:
     """What is different between the two from now on; nothing if all is well."""
     for each in (names, twin):
         for group in [*each["m"].bucket_groups, *each["m"].expert_parallel_bucket_groups]:
             group.grad_reduce_handle = None  # rows may have left one
+        if torch.distributed.distributed_c10d._world.pg_coalesce_state:
+            return "left a group coalescing: later collectives are swallowed"
+    marks = [[bookkeeping(group) for group in each["m"].bucket_groups] for each in (names, twin)]
+    if marks[0] != marks[1]:
+        return f"left other marks behind: {marks[0]} and not {marks[1]}"
     for step in range(2, 4):
         losses = [perform(f"train(m, o, {step})", each | {"train": mcore.train}) for each in (names, twin)]
         if comparable(losses[0]) != comparable(losses[1]):

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import functools
+import gc
 import json
 import os
 import subprocess
 import sys
+import weakref
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -21,6 +24,7 @@ from torch_offload import (
     OffloadedTensorError,
     Offloader,
     OptimizerStrategy,
+    PerParameterStrategy,
     Residency,
     UnsupportedTargetError,
     offloaded,
@@ -137,19 +141,22 @@ def test_refused_gradients_are_named(device: str) -> None:
     accumulate(model, 0)
     off = Offloader(FlatBufferStrategy(model, grads="refuse", name="actor"), device=device)
     for _ in range(2):
-        with pytest.raises(GradientsError, match=r"'actor\.buffers\.0\.grad_data'.*zero_grad_buffer"):
+        with pytest.raises(GradientsError, match=r"'buffers\.0\.grad_data'.*of 'actor'.*zero_grad_buffer"):
             off.offload()
         assert not any(map(is_away, flat(model)))
     off.offload(["params", "buffers"])
     off.reload()
     model.zero_grad_buffer()
     model.expert_parallel_buffers[0].grad_data.view(torch.uint8)[3] = 128  # minus zero
-    with pytest.raises(GradientsError, match=r"'actor\.expert_parallel_buffers\.0\.grad_data'"):
+    with pytest.raises(GradientsError, match=r"'expert_parallel_buffers\.0\.grad_data' of 'actor'"):
         off.offload()
     model.zero_grad_buffer()
     off.offload()
     off.offload()  # what is away is not looked at
     off.close()
+    model.module.up.weight.main_grad = torch.ones(16, 8, device=device)  # as newer releases accumulate in fp32
+    with pytest.raises(GradientsError, match=r"'main_grad' of 'actor'"):
+        off.offload()
 
 
 def test_several_chunks_are_one_target(device: str) -> None:
@@ -206,6 +213,71 @@ def test_collectives_under_way_are_waited_for(device: str) -> None:
     for each in (model, twin):
         each.start_param_sync(force_sync=True)
     assert all(map(torch.equal, state_of(model, optimizer), state_of(twin, twins)))
+
+
+def test_what_was_waited_for_is_not_waited_for_again(device: str) -> None:
+    """A reduction that is over would write its result where memory may be away by then."""
+    (model, optimizer), (twin, twins) = pair(device, **OVERLAPPING)
+    for each, at in ((model, optimizer), (twin, twins)):
+        train(each, at, 0)
+        each.zero_grad_buffer()
+        accumulate(each, 1)
+    off = Offloader(model, device=device)
+    off.offload(["grads"])
+    off.offload(["params"])
+    with offloaded(model, device=device), off.resident(["params", "buffers"]):
+        pass
+    off.offload()
+    off.reload()
+    for each, at in ((model, optimizer), (twin, twins)):
+        finish(each, at)
+    assert all(map(torch.equal, state_of(model, optimizer), state_of(twin, twins)))
+    model.zero_grad_buffer()
+    accumulate(model, 2)
+    with offloaded(model, grads="discard", device=device):
+        pass
+    model.finish_grad_sync()
+    assert not any(bool(buffer.grad_data.any()) for buffer in [*model.buffers, *model.expert_parallel_buffers])
+
+
+class Handle:
+    """Stands for a collective that is over when it is waited for, and writes its result then."""
+
+    def __init__(self, data: torch.Tensor) -> None:
+        self.data, self.waits = data, 0
+
+    def wait(self) -> None:
+        self.data.fill_(7)
+        self.waits += 1
+
+
+@pytest.mark.parametrize("which", ["param", "grad"])
+def test_the_result_of_a_collective_is_moved(device: str, which: str) -> None:
+    model = chunk(device, **DISTRIBUTED)
+    data = getattr(model.buffers[0], f"{which}_data")
+    handle = Handle(data)
+    setattr(model.bucket_groups[0], "param_gather_handle" if which == "param" else "grad_reduce_handle", handle)
+    off = Offloader(model, device=device)
+    off.offload()
+    off.offload()
+    off.reload()
+    assert handle.waits == 1
+    assert bool((data == 7).all())
+    off.close()
+
+
+def test_gradients_that_a_gather_fills_with_parameters_are_kept(device: str) -> None:
+    """Without a parameter buffer, a layer-wise optimizer receives parameters where gradients were."""
+    model = chunk(device)
+    data = model.buffers[0].grad_data
+    model.bucket_groups[0].param_gather_handle = Handle(data)
+    with offloaded(model, grads="discard", device=device):
+        pass
+    assert bool((data == 7).all())
+    model.bucket_groups[0].param_gather_handle = None
+    with offloaded(model, grads="discard", device=device):
+        pass
+    assert not bool(data.any())
 
 
 def test_a_weight_sync_needs_the_parameters_alone(device: str) -> None:
@@ -267,8 +339,10 @@ class LifeOfAWrapper(Life):
         found |= {f"flat{index}.grad": each.grad_data for index, each in enumerate(buffers)}
         return found | {f"flat{index}": each.param_data for index, each in enumerate(buffers) if each.param_data is not None}
 
-    def add_a_parameter(self) -> None:
-        """The wrapper takes none."""
+    def offload_a_part(self) -> None:
+        """Refused: what lies in flat buffers goes with its wrapper."""
+
+    offload_a_part_first = reload_a_part = add_a_parameter = offload_a_part
 
 
 @pytest.mark.parametrize("config", ["plain", "distributed optimizer"])
@@ -288,7 +362,9 @@ class Shared(nn.Module):
         self.weight = nn.Parameter(torch.randn(64, device=device))
         shared = torch.randn(64, device=device)
         self.weight.main_grad = shared[:64]
-        self.buffer = SimpleNamespace(shared_buffer=shared, grad_data=shared, param_data=shared[:32].view(torch.bfloat16))
+        self.buffer = SimpleNamespace(
+            shared_buffer=shared, grad_data=shared, param_data=shared[:32].view(torch.bfloat16), buckets=[]
+        )
         vars(self)["buffers"], self.expert_parallel_buffers = [self.buffer], []
         self.bucket_groups, self.expert_parallel_bucket_groups = [], []
 
@@ -312,14 +388,17 @@ def test_one_storage_for_parameters_and_gradients_goes_with_both_and_keeps_its_b
     off.close()
 
 
-def test_shards_of_an_optimizer_stay_views_of_the_flat_buffer(device: str) -> None:
+@pytest.mark.parametrize("kind", [torch.optim.AdamW, torch.optim.SGD])
+def test_shards_of_an_optimizer_stay_views_of_the_flat_buffer(device: str, kind: type[torch.optim.Optimizer]) -> None:
     """As Megatron-core's distributed optimizer makes them of fp32 parameters."""
     model = chunk(device, **DISTRIBUTED)
     buffer = model.buffers[0]
     shard = nn.Parameter(buffer.param_data[5:300])
     shard.grad = buffer.grad_data[5:300]
-    optimizer = torch.optim.AdamW([shard], lr=0.1)
+    optimizer = kind([shard], lr=0.1)
     off = Offloader(FlatBufferStrategy(model), OptimizerStrategy(optimizer), device=device)
+    assert not off.offload().left  # also before there is any state
+    off.reload()
     for step in range(3):
         model.zero_grad_buffer()
         accumulate(model, step)
@@ -344,10 +423,21 @@ def test_shards_of_an_optimizer_stay_views_of_the_flat_buffer(device: str) -> No
 
 
 def test_what_is_no_wrapper_is_refused() -> None:
-    with pytest.raises(UnsupportedTargetError, match=r"DistributedDataParallel, and a Linear has no list of 'buffers'"):
-        FlatBufferStrategy(nn.Linear(1, 1))
-    with pytest.raises(UnsupportedTargetError, match=r"takes a torch\.nn\.Module, not a str"):
-        FlatBufferStrategy(["actor"])
+    for target in (nn.Linear(1, 1), "actor", None, [nn.Linear(1, 1)], nn.ModuleList([chunk("cpu")])):
+        with pytest.raises(UnsupportedTargetError, match=r"DistributedDataParallel, or a list.*Pass the wrapper itself"):
+            FlatBufferStrategy(target)
+
+
+def test_what_is_in_a_wrapper_is_refused_and_names_it(device: str) -> None:
+    """Its parameters alone would leave the gradients on the device, and collectives over them half done."""
+    model = chunk(device, **DISTRIBUTED)
+    for inside in (model.module, model.module.up, nn.ModuleList([model.module])):
+        with pytest.raises(UnsupportedTargetError, match=r"weight' has its gradient in a main_grad.*Pass that wrapper"):
+            Offloader(inside, device=device).offload()
+    with pytest.raises(UnsupportedTargetError, match="main_grad"):
+        Offloader(PerParameterStrategy(model), device=device).offload()
+    assert not any(map(is_away, flat(model)))
+    train(model, optimizer_of(model), 0)
 
 
 def test_a_wrapper_inside_of_another_module_is_refused(device: str) -> None:
@@ -390,6 +480,7 @@ def test_nothing_is_hung_on_the_wrapper_while_resident(device: str) -> None:
     model = chunk(device, **OVERLAPPING)
     owners = [model, *model.bucket_groups, *model.buffers, *model.buffers[0].buckets, *model.params_with_grad]
     train(model, optimizer_of(model), 0)
+    model.start_param_sync(force_sync=True)
     before = [dict(vars(owner)) for owner in owners]
     with offloaded(model, device=device):
         assert [dict(vars(owner)) for owner in owners] != before
@@ -407,3 +498,20 @@ def test_somebodys_own_methods_are_put_back(device: str) -> None:
     assert model.zero_grad_buffer is own
     model.zero_grad_buffer()
     assert calls == [1]
+    del model.zero_grad_buffer
+    with offloaded(model, device=device):
+        model.zero_grad_buffer = own
+    assert model.zero_grad_buffer is own
+    assert "disable_forward_pre_hook" not in vars(model)
+
+
+def test_a_model_with_a_method_of_somebodys_own_dies_while_offloaded(device: str) -> None:
+    model = Shared(device)
+    model.zero_grad_buffer = functools.partial(Shared.zero_grad_buffer, model)
+    off = Offloader(FlatBufferStrategy(model), device=device)
+    off.offload()
+    gone = weakref.ref(model)
+    del model
+    gc.collect()
+    assert gone() is None
+    assert off.host_nbytes == 0

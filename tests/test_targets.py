@@ -5,6 +5,8 @@ from __future__ import annotations
 import copy
 import gc
 import logging
+import sys
+import types
 
 import pytest
 import torch
@@ -128,6 +130,9 @@ def test_a_strategy_over_a_list_is_one_for_each(device: str) -> None:
         assert {strategy.grads for strategy in off._scope.strategies} == {"discard"}
         off.close()
     assert Offloader(OptimizerStrategy([]), device=device).offload().nbytes == 0
+    assert Offloader([], grads="discard", device=device).offload().nbytes == 0
+    both = PerParameterStrategy(pair)
+    assert strategy_for(both) is both
     with pytest.raises(UnsupportedTargetError, match=r"takes a torch\.optim\.Optimizer, not a Linear"):
         OptimizerStrategy(pair)
 
@@ -637,3 +642,20 @@ def test_policies_and_devices_of_the_wrong_kind() -> None:
     for where, said in (("meta", "no memory"), ("nowhere", "is no device"), (object(), "is no device")):
         with pytest.raises(ValueError, match=said):
             Offloader(model, device=where)
+
+
+def test_a_name_that_is_no_class_in_another_release_is_passed_over(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Megatron-core turned a wrapper's class into a function."""
+    module = types.ModuleType("megatron.core.distributed")
+    module.FullyShardedDataParallel = module.DistributedDataParallel = lambda: None
+    monkeypatch.setitem(sys.modules, "megatron.core.distributed", module)
+    model = nn.Linear(2, 2, device=device)
+    with offloaded(model, device=device) as off:
+        assert off.report.nbytes == 24
+
+
+def test_components_that_are_no_names_are_told(device: str) -> None:
+    off = Offloader(nn.Linear(2, 2, device=device), device=device)
+    for wrong in (3, ["params", None]):
+        with pytest.raises(TypeError, match="components are names such as 'params', not"):
+            off.offload(wrong)

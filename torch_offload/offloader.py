@@ -150,7 +150,7 @@ class Offloader:
     def _chosen(self, components: Components) -> frozenset[str]:
         if components is None:
             return frozenset(self.components)
-        given = [components] if isinstance(components, str) else list(components)
+        given = list(components) if isinstance(components, Iterable) and not isinstance(components, str) else [components]
         if wrong := [name for name in given if not isinstance(name, str)]:
             raise TypeError(f"components are names such as 'params', not {wrong[0]!r}")
         chosen = frozenset(given)

@@ -88,10 +88,6 @@ class Planned:
         """Whether this component claims it."""
         return any(named.claim.component == component for named in self.claims)
 
-    def is_vouched(self) -> bool:
-        """Whether somebody who claims it knows of holders without a name."""
-        return any(named.claim.vouched for named in self.claims)
-
     def known(self) -> list[torch.Tensor]:
         """The tensors on it, and the leaves whose gradients are on it."""
         return [*(named.claim.tensor for named in self.claims), *self.aliases, *self.leaves]
@@ -154,7 +150,9 @@ class Plan:
                 planned = self.storages.get(address_of(alias))
                 if planned is not None:
                     planned.aliases.append(alias)
-        for leaf in {id(each): each for named in self.claims for each in named.tensors()}.values():
+        leaves = [each for named in self.claims for each in named.tensors()]
+        leaves += [each for strategy in strategies for each in strategy.leaves()]
+        for leaf in {id(each): each for each in leaves}.values():
             gradient = gradient_of(leaf)
             planned = None if gradient is None else self.storages.get(address_of(gradient))
             if planned is not None:
@@ -228,7 +226,7 @@ class Plan:
                     f"{each.name!r} is a {type(each.claims[0].claim.tensor).__name__}, whose storage has no memory: {_WRAPS}. "
                     "Nothing was touched"
                 )
-        verdicts = examine([(each.storage, each.known(), each.is_vouched()) for each in planned])
+        verdicts = examine([(each.storage, each.known()) for each in planned])
         moves, left = [], []
         for each, verdict in zip(planned, verdicts, strict=True):
             if _may_go(each.shared, verdict.holding):

@@ -108,7 +108,7 @@ def is_exclusive(tensor: torch.Tensor, known: Iterable[torch.Tensor] = ()) -> Ve
         A `Verdict`, truthy or falsy, with reasons. Neither synchronises nor allocates on the device; may run the garbage
         collector when something is unexplained.
     """
-    (verdict,) = examine([(storage_of(tensor), [tensor, *known], False)])
+    (verdict,) = examine([(storage_of(tensor), [tensor, *known])])
     return verdict
 
 
@@ -136,15 +136,12 @@ def advice(verdict: Verdict) -> str:
     }[verdict.holding]
 
 
-def examine(storages: Sequence[tuple[Storage, Sequence[torch.Tensor], bool]]) -> list[Verdict]:
-    """`is_exclusive` for many storages, at the cost of one look at the heap at most.
+def examine(storages: Sequence[tuple[Storage, Sequence[torch.Tensor]]]) -> list[Verdict]:
+    """`is_exclusive` for many storages, each with its known tensors, at the cost of one look at the heap at most.
 
     A look costs 0.1 to 0.4 s. What it found is remembered for as long as that explains all holders.
-
-    Args:
-        storages: each with its known tensors, and whether holders without a name are known to be harmless.
     """
-    cases = [_Case(*each) for each in storages]
+    cases = [_Case(storage, known) for storage, known in storages]
     doubtful = [case for case in cases if case.is_doubtful() and not case.remembered()]
     if doubtful:
         _look(doubtful)
@@ -162,9 +159,8 @@ def examine(storages: Sequence[tuple[Storage, Sequence[torch.Tensor], bool]]) ->
 class _Case:
     """One storage under examination."""
 
-    def __init__(self, storage: Storage, known: Sequence[torch.Tensor], vouched: bool) -> None:
+    def __init__(self, storage: Storage, known: Sequence[torch.Tensor]) -> None:
         self.storage = storage
-        self.vouched = vouched
         self.fixed = _not_resizable(storage)
         self.known = {id(tensor): tensor for tensor in known if address_of(tensor) == storage._cdata}
         self.known_leaves = {id(tensor): tensor for tensor in known if gradient_of(tensor) is not None}
@@ -248,7 +244,7 @@ class _Case:
         if unexplained is None:
             holding = Holding.HELD
             reasons.append(f"torch {torch.__version__} does not count a storage's holders, so none can be excluded")
-        elif unexplained > 0 and not self.vouched:
+        elif unexplained > 0:
             holding = Holding.HELD
             nbytes = gib(self.storage.nbytes())
             reasons.append(f"{unexplained} holder(s) without a Python name keep {nbytes}")

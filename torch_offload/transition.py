@@ -220,7 +220,8 @@ def _settle(scope: Scope, away: Away) -> None:
         state.lost = {lost for lost in state.lost if lost[0] in state.away}
         while state.barriers and not state.away:
             with contextlib.suppress(Exception):  # a user's own, and the bytes are where they should be
-                state.barriers.pop()()
+                state.barriers[-1]()
+            state.barriers[-1:] = []
 
 
 def _check_call(name: str, reference: weakref.ref[TargetState], call: str) -> None:

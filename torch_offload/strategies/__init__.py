@@ -54,6 +54,8 @@ def strategy_for(target: object, **policy: Any) -> Strategy:
         UnsupportedTargetError: no strategy describes this target whole.
         TypeError: the strategy takes no such keyword.
     """
+    if isinstance(target, Strategy):
+        return target
     if target is None or isinstance(target, (list, tuple)):
         raise UnsupportedTargetError(
             f"strategy_for() takes one module or optimizer, not {target!r:.60}; an Offloader takes lists and None"
@@ -100,7 +102,7 @@ def _flat(targets: Iterable[object], index: str = "") -> Iterator[tuple[str, obj
     """The targets in nested lists, each with its index there, ``"[1]"``; without one where it stands alone."""
     for target in targets:
         if isinstance(target, (list, tuple)):
-            for number, each in enumerate(target):
+            for number, each in enumerate(target or [None]):
                 yield from _flat([each], f"{index}[{number}]" if len(target) > 1 else index)
         else:
             yield index, target
@@ -123,8 +125,9 @@ def _keywords(kind: Callable[..., Strategy]) -> set[str]:
 
 
 def _known(where: str, name: str) -> Any:
-    """A class by the name of its module, as `isinstance` takes it: nothing is one where that was never imported."""
-    return getattr(sys.modules.get(where), name, ())
+    """A class, as `isinstance` takes it: nothing is one where its module was never imported, or has no class of that name."""
+    found = getattr(sys.modules.get(where), name, None)
+    return found if isinstance(found, type) else ()
 
 
 def _refuse_foreign(module: torch.nn.Module) -> None:
@@ -133,5 +136,5 @@ def _refuse_foreign(module: torch.nn.Module) -> None:
             if isinstance(part, _known(where, name)):
                 raise UnsupportedTargetError(
                     f"{type(module).__name__} has a {where}.{name} at {path or 'its root'!r}, which holds or reads tensors in "
-                    "a way that is not described by its parameters. Nothing was touched. Pass a Strategy that knows it"
+                    "a way that its parameters do not tell. Nothing was touched. Pass it itself, or a Strategy that knows it"
                 )

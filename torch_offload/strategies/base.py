@@ -29,7 +29,6 @@ class Claim:
         of_name: what to call ``of`` where no claim names it.
         discard: its bytes may be given up; they come back as zeros unless another claim on the storage keeps them.
         host: it lives in host memory on purpose beside an accelerator, which is then not worth a word.
-        vouched: holders of its storage that have no Python name are known, and harmless (a collective that is over).
     """
 
     tensor: torch.Tensor
@@ -39,7 +38,6 @@ class Claim:
     of_name: str = ""
     discard: bool = False
     host: bool = False
-    vouched: bool = False
 
 
 class Strategy(abc.ABC):
@@ -109,6 +107,10 @@ class Strategy(abc.ABC):
     def aliases(self) -> Iterable[torch.Tensor]:
         """Tensors on the claimed storages that the target itself holds beside its claims, gradients that are views of a flat
         buffer for example. They are guarded, not moved."""
+        return ()
+
+    def leaves(self) -> Iterable[torch.Tensor]:
+        """Tensors beyond the claims whose gradients the target itself uses. If those lie on claimed storages, they may go."""
         return ()
 
     def wait(self) -> None:  # noqa: B027

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import weakref
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
@@ -12,7 +13,6 @@ from ..errors import GradientsError, OffloadedTensorError, UnsupportedTargetErro
 from ..tensors import address_of, byte_view, storage_of
 from .base import Claim
 from .per_parameter import PerParameterStrategy
-from .walk import tensors_in
 
 _BUFFERS = ("buffers", "expert_parallel_buffers")
 _GROUPS = ("bucket_groups", "expert_parallel_bucket_groups")
@@ -32,8 +32,8 @@ class FlatBufferStrategy(PerParameterStrategy):
     all of the module that lies outside of them (frozen parameters, module buffers, without the distributed optimizer every
     parameter).
 
-    Collectives under way are waited for. Views that the wrapper keeps (buckets, shards of ranks, ``main_grad``) are guarded;
-    its methods that would start a collective over what is away raise before they change anything.
+    Collectives that its bucket groups have started are waited for. Views that the wrapper keeps (buckets, shards of ranks,
+    ``main_grad``) are guarded; its methods that would start a collective over what is away raise before they change anything.
 
     `examples/megatron_flat_buffers.py` and `examples/trainer.py` show it at work.
 
@@ -49,11 +49,11 @@ class FlatBufferStrategy(PerParameterStrategy):
     """
 
     def accept(self, target: Any) -> None:
-        super().accept(target)
-        if not all(isinstance(getattr(target, table, None), list) for table in _BUFFERS + _GROUPS):
+        is_module = isinstance(target, torch.nn.Module)
+        if not is_module or not all(isinstance(getattr(target, table, None), list) for table in _BUFFERS + _GROUPS):
             raise UnsupportedTargetError(
-                f"FlatBufferStrategy takes Megatron-core's DistributedDataParallel, and a {type(target).__name__} has no list "
-                f"of {listed(_BUFFERS)}. Pass the wrapper itself, or PerParameterStrategy(module) for any other module"
+                f"{type(self).__name__} takes Megatron-core's DistributedDataParallel, or a list of them, and a "
+                f"{type(target).__name__} is none. Pass the wrapper itself, not what is in it or around it"
             )
         for path, buffer in _flat_buffers(target):
             if getattr(buffer, "nccl_ub", False):
@@ -75,19 +75,22 @@ class FlatBufferStrategy(PerParameterStrategy):
 
     def wait(self) -> None:
         for group in _groups(self.target):
-            for handle in (group.param_gather_handle, group.grad_reduce_handle):
+            for name in ("param_gather_handle", "grad_reduce_handle"):
+                handle = getattr(group, name)
                 if handle is not None:
                     handle.wait()
+                    # gloo's would write its result again whenever it is waited for, and all hold their tensors in C++
+                    setattr(group, name, torch.distributed.distributed_c10d._CoalescingManager())
 
     def check(self, components: frozenset[str]) -> None:
-        super().check(components)
+        self.check_gradients(components)
         if self.grads != "refuse" or "grads" not in components:
             return
-        buffers = [(path, storage_of(buffer.grad_data)) for path, buffer in _flat_buffers(self.target)]
-        if present := [f"{self.name}.{path}.grad_data" for path, storage in buffers if bool(byte_view(storage).any())]:
+        found = {address_of(claim.tensor): claim for claim in reversed(list(self.claims())) if claim.component == "grads"}
+        if present := [claim.name for claim in found.values() if bool(byte_view(storage_of(claim.tensor)).any())]:
             raise GradientsError(
-                f'grads="refuse", and there are bytes that are not zero in {listed(present)}. Call optimizer.step() and '
-                'zero_grad_buffer() first, or pass grads="preserve" or grads="discard"'
+                f'grads="refuse", and there are bytes that are not zero in {listed(present)} of {self.name!r}. Call '
+                'optimizer.step() and zero_grad_buffer() first, or pass grads="preserve" or grads="discard"'
             )
 
     def barriers(self, check: Callable[[str], None]) -> Iterator[Callable[[], None]]:  # noqa: ARG002
@@ -96,22 +99,17 @@ class FlatBufferStrategy(PerParameterStrategy):
         owners += [(group, _OF_GROUP, group.buckets) for group in _groups(chunk)]
         for owner, methods, parts in owners:
             for method, data in methods.items():
-                yield _refuse(owner, method, [getattr(part, data) for part in parts])
+                yield functools.partial(_restore, weakref.ref(owner), method)  # first, in case of an interruption
+                setattr(owner, method, _Refusing(owner, method, [getattr(part, data) for part in parts]))
 
     def _flat_claims(self) -> Iterator[Claim]:
-        # an unfinished collective's handle holds its tensors in C++; once waited for it does not use them
-        gathering = any(group.param_gather_handle is not None for group in _groups(self.target))
-        reducing = any(group.grad_reduce_handle is not None for group in _groups(self.target))
+        gathers = any(group.param_gather_handle is not None for group in _groups(self.target))
         for path, buffer in _flat_buffers(self.target):
+            receives = buffer.param_data is None and gathers  # a layer-wise optimizer's gather puts parameters there
             if buffer.param_data is not None:
-                yield Claim(tensor=buffer.param_data, name=f"{path}.param_data", component="params", vouched=gathering)
-            yield Claim(
-                tensor=buffer.grad_data,
-                name=f"{path}.grad_data",
-                component="grads",
-                discard=self.grads == "discard",
-                vouched=reducing,
-            )
+                yield Claim(tensor=buffer.param_data, name=f"{path}.param_data", component="params")
+            discard = self.grads == "discard" and not receives
+            yield Claim(tensor=buffer.grad_data, name=f"{path}.grad_data", component="grads", discard=discard)
 
     def _main_grads(self) -> Iterator[Claim]:
         for parameter in torch.nn.Module.parameters(self.target):
@@ -121,10 +119,25 @@ class FlatBufferStrategy(PerParameterStrategy):
                 yield Claim(tensor=gradient, name="main_grad", component="grads", of=parameter, discard=discard)
 
     def _kept(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """The tensors, other than parameters, that the wrapper's buffers, buckets and bucket groups keep, with their names."""
+        """The tensors, other than parameters, that the wrapper's buffers, buckets and bucket groups have, with their names."""
         parameters = {id(parameter) for parameter in torch.nn.Module.parameters(self.target)}
-        tables = {table: getattr(self.target, table) for table in _BUFFERS + _GROUPS}
-        return ((".".join(path), tensor) for path, tensor in tensors_in(tables, parameters))
+        owners = [(path, buffer) for path, buffer in _flat_buffers(self.target)]
+        owners += [(f"{path}.buckets.{index}", each) for path, buffer in owners for index, each in enumerate(buffer.buckets)]
+        owners += [(f"bucket_groups.{index}", group) for index, group in enumerate(_groups(self.target))]
+        for path, owner in owners:
+            for name, value in vars(owner).items():
+                for tensor in _tensors(value):
+                    if id(tensor) not in parameters:
+                        yield f"{path}.{name}", tensor
+
+
+def _tensors(value: Any) -> Iterator[torch.Tensor]:
+    """A tensor, or those in nested lists."""
+    if isinstance(value, torch.Tensor):
+        yield value
+    elif isinstance(value, (list, tuple)):
+        for each in value:
+            yield from _tensors(each)
 
 
 def _flat_buffers(chunk: Any) -> Iterator[tuple[str, Any]]:
@@ -136,32 +149,35 @@ def _groups(chunk: Any) -> list[Any]:
     return [group for table in _GROUPS for group in getattr(chunk, table)]
 
 
-def _refuse(owner: Any, method: str, data: Iterable[torch.Tensor | None]) -> Callable[[], None]:
-    """Have a method raise before it does anything while some of this data is offloaded; returns what undoes that.
+class _Refusing:
+    """Stands in for a method while some of this data may be offloaded, and raises by name, before anything is done, if it is.
 
     The data's own refusal would come from inside of torch's coalescing of collectives, which then swallows later ones.
     """
-    was = vars(owner).get(method)  # somebody's own
-    call, needed = getattr(owner, method), [weakref.ref(tensor) for tensor in data if tensor is not None]
 
-    def refusing(*args: Any, **keywords: Any) -> Any:
-        for reference in needed:
+    def __init__(self, owner: Any, method: str, data: Iterable[torch.Tensor | None]) -> None:
+        self.was = vars(owner).get(method)  # somebody's own
+        self._call, self._method = getattr(owner, method), method
+        self._needed = [weakref.ref(tensor) for tensor in data if tensor is not None]
+
+    def __call__(self, *args: Any, **keywords: Any) -> Any:
+        for reference in self._needed:
             tensor = reference()
             if tensor is not None:
                 try:
                     tensor.data_ptr()
                 except OffloadedTensorError as error:
-                    raise OffloadedTensorError(f"{method}(): {error}") from None
-        return call(*args, **keywords)
+                    raise OffloadedTensorError(str(error).replace("data_ptr", f"{self._method}()", 1)) from None
+        return self._call(*args, **keywords)
 
-    setattr(owner, method, refusing)
-    weakly = weakref.ref(owner)
 
-    def undo() -> None:
-        alive = weakly()
-        if alive is not None and was is None:
-            vars(alive).pop(method, None)
-        elif alive is not None:
-            setattr(alive, method, was)
-
-    return undo
+def _restore(reference: weakref.ref[Any], method: str) -> None:
+    """Take away what stands in for a method, if it still does. Calling it twice is harmless."""
+    owner = reference()
+    ours = None if owner is None else vars(owner).get(method)
+    if not isinstance(ours, _Refusing):
+        return
+    if ours.was is None:
+        delattr(owner, method)
+    else:
+        setattr(owner, method, ours.was)

@@ -57,6 +57,9 @@ class OptimizerStrategy(Strategy):
                     host=True,
                 )
 
+    def leaves(self) -> Iterable[torch.Tensor]:
+        return (parameter for group in self.target.param_groups for parameter in group["params"])
+
     def barriers(self, check: Callable[[str], None]) -> Iterable[Callable[[], None]]:
         loading = self.target.register_load_state_dict_pre_hook(lambda *_: check("load_state_dict()"), prepend=True)
         stepping = self.target.register_step_pre_hook(lambda *_: check("step()"))

@@ -67,6 +67,16 @@ class PerParameterStrategy(Strategy):
             yield Claim(tensor=buffer, name=name, component="buffers")
 
     def check(self, components: frozenset[str]) -> None:
+        for name, parameter in torch.nn.Module.named_parameters(self.target):
+            if "main_grad" in parameter.__dict__:
+                raise UnsupportedTargetError(
+                    f"'{self.name}.{name}' has its gradient in a main_grad, so it lies in the flat buffers of a wrapper "
+                    "(Megatron-core's DistributedDataParallel). Nothing was touched. Pass that wrapper"
+                )
+        self.check_gradients(components)
+
+    def check_gradients(self, components: frozenset[str]) -> None:
+        """Raise a `GradientsError` if gradients are among these components, are to be refused, and there is a `.grad`."""
         if self.grads != "refuse" or "grads" not in components:
             return
         parameters = torch.nn.Module.named_parameters(self.target)
