@@ -46,6 +46,7 @@ def residencies(off: Offloader) -> set[Residency]:
 
 FAULTS_OF_OFFLOAD = [Seam.HOST_ALLOCATION, Seam.SYNCHRONISE, Seam.CHECKSUM, Seam.COPY]
 FAULTS_OF_RELOAD = [Seam.DEVICE_ALLOCATION, Seam.COPY, Seam.SYNCHRONISE, Seam.CHECKSUM]
+LEAST = {Seam.CHECKSUM: 1, Seam.SYNCHRONISE: 1, Seam.HOST_ALLOCATION: 2}  # for all storages at once; others, for each
 
 
 @pytest.mark.parametrize("seam", FAULTS_OF_OFFLOAD)
@@ -70,7 +71,7 @@ def test_a_failing_offload_leaves_everything_resident(device: str, trainer, seam
         for portrait in portraits:
             portrait.check()
         off.close()
-    assert fired >= (2 if seam in (Seam.HOST_ALLOCATION, Seam.SYNCHRONISE) else 10)
+    assert fired >= LEAST.get(seam, 10)
     off.reload()
 
 
@@ -93,7 +94,7 @@ def test_a_failing_reload_leaves_everything_offloaded(device: str, trainer, seam
         off.reload()
         for portrait in portraits:
             portrait.check()
-    assert fired >= (1 if seam is Seam.SYNCHRONISE else 10)
+    assert fired >= LEAST.get(seam, 10)
     off.reload()
 
 
