@@ -37,6 +37,16 @@ def test_a_refused_step_changes_nothing(device: str, fresh: bool, components: li
     assert len(optimizer_module._global_optimizer_pre_hooks) == 1
 
 
+def test_state_that_is_away_hangs_nothing_on_parameters(device: str) -> None:
+    model = nn.Linear(3, 3, device=device)
+    optimizer = torch.optim.AdamW(model.parameters())
+    model(torch.ones(1, 3, device=device)).sum().backward()
+    optimizer.step()
+    with offloaded(model, optimizer, components=["optimizer"], device=device):
+        assert model.weight._backward_hooks is None
+        model(torch.ones(1, 3, device=device)).sum().backward()
+
+
 def test_a_step_of_what_is_resident_is_not_refused(device: str) -> None:
     actor, critic = (nn.Linear(3, 3, device=device) for _ in range(2))
     optimizer = torch.optim.AdamW([*actor.parameters(), *critic.parameters()])

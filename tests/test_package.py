@@ -26,7 +26,7 @@ LAYERS = [
     {"errors", "checksum", "interrupts", "tensors"},
     {"report", "device"},
     {"host_memory", "storage"},
-    {"mirror", "strategies.base", "strategies.walk"},
+    {"mirror", "strategies.base"},
     {"ledger", "strategies.per_parameter", "strategies.optimizer"},
     {"serving", "strategies.flat_buffer"},
     {"guard", "strategies"},

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+import dataclasses
+from collections import deque
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from types import FunctionType, MethodType, ModuleType
 from typing import Any
 
 import torch
 
 from ..errors import UnsupportedTargetError
 from .base import Claim, Strategy
-from .walk import tensors_in
 
 
 class OptimizerStrategy(Strategy):
@@ -47,7 +49,7 @@ class OptimizerStrategy(Strategy):
         for index, (key, state) in enumerate(self.target.state.items()):
             is_parameter = isinstance(key, torch.Tensor)
             of_name = names.get(id(key), f"state {index}") if is_parameter else str(key)
-            for path, tensor in tensors_in(state, names):
+            for path, tensor in _tensors(state, names):
                 yield Claim(
                     tensor=tensor,
                     name=".".join(path) or "state",
@@ -73,3 +75,34 @@ def _parameter_names(optimizer: torch.optim.Optimizer) -> dict[int, str]:
         for index, parameter in enumerate(group["params"]):
             names[id(parameter)] = given[index] if index < len(given) else f"param {len(names)}"
     return names
+
+
+def _tensors(state: Any, parameters: Collection[int]) -> Iterator[tuple[tuple[str, ...], torch.Tensor]]:
+    """The tensors in a state and the names on the way to each, but for the parameters with these ids."""
+    waiting: list[tuple[tuple[str, ...], Any]] = [((), state)]
+    seen: set[int] = set()
+    while waiting:
+        path, thing = waiting.pop()
+        if isinstance(thing, torch.Tensor):
+            if id(thing) not in parameters:
+                yield path, thing
+        elif id(thing) not in seen:
+            seen.add(id(thing))
+            waiting += [((*path, _label(key)), value) for key, value in reversed(_members(thing))]
+
+
+def _label(key: Any) -> str:
+    """A key as a part of a name; printing a tensor would read it."""
+    return type(key).__name__ if isinstance(key, torch.Tensor) else str(key)
+
+
+def _members(thing: Any) -> list[tuple[Any, Any]]:
+    """What a container, a record or a plain object has; nothing of what is code or has tensors of its own."""
+    if isinstance(thing, Mapping):
+        return list(thing.items())
+    if isinstance(thing, (list, tuple, deque, set, frozenset)):
+        return list(enumerate(thing))
+    if dataclasses.is_dataclass(thing) and not isinstance(thing, type):
+        return [(field.name, getattr(thing, field.name, None)) for field in dataclasses.fields(thing)]
+    is_code = isinstance(thing, (type, ModuleType, FunctionType, MethodType, torch.nn.Module, torch.optim.Optimizer))
+    return list(vars(thing).items()) if type(thing).__dictoffset__ and not is_code else []
