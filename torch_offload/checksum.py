@@ -43,7 +43,7 @@ class _Part:
 
 
 def checksums(views: Sequence[torch.Tensor]) -> list[int]:
-    """A checksum for each view: uint8 tensors of shape ``(nbytes,)``, each over a whole storage."""
+    """A checksum for each view: uint8 tensors of shape ``(nbytes,)``, each over a whole storage. Waits for their devices."""
     return _totals([(view, 0) for view in views])
 
 
@@ -70,9 +70,8 @@ def _totals(views: Sequence[tuple[torch.Tensor, int]]) -> list[int]:
     """The checksums of views that begin at these rows. A few launches for each batch, and one or two for each view in it."""
     found = []
     for batch in _batches(part for index, (view, row) in enumerate(views) for part in _parts(index, view, row)):
-        whole = [part for part in batch if part.is_whole]
-        rest = [part for part in batch if not part.is_whole]
-        found.append((whole + rest, _sums(whole, rest)))
+        parts = sorted(batch, key=lambda part: not part.is_whole)
+        found.append((parts, _sums(parts)))
     totals = [0] * len(views)
     for parts, sums in found:
         for part, value in zip(parts, sums.tolist(), strict=True):
@@ -105,16 +104,16 @@ def _batches(parts: Iterable[_Part]) -> Iterator[list[_Part]]:
         yield batch
 
 
-def _sums(whole: Sequence[_Part], rest: Sequence[_Part]) -> torch.Tensor:
-    """The sum of each part's mixed rows, on their device: int64 of shape ``(parts,)``."""
-    device = [*whole, *rest][0].bytes.device
-    products = [_product(part.bytes) for part in whole]
-    if rest:
+def _sums(parts: Sequence[_Part]) -> torch.Tensor:
+    """The sum of each part's mixed rows, on their device: int64 of shape ``(parts,)``. Those that are whole come first."""
+    device = parts[0].bytes.device
+    products = [_product(part.bytes) for part in parts if part.is_whole]
+    if rest := [part for part in parts if not part.is_whole]:
         products.append(_product(_padded([part.bytes for part in rest]))[: sum(part.rows for part in rest)])
     words = torch.cat(products).view(torch.int64).view(-1)
-    first, count = torch.tensor([(part.first_row, part.rows) for part in (*whole, *rest)], device="cpu").t() * (_SUMS // 2)
+    first, count = torch.tensor([(part.first_row, part.rows) for part in parts], device="cpu").t() * (_SUMS // 2)
     end = count.cumsum(0)
-    there = torch.stack([first + 1 - (end - count), count, end - 1]).to(device, non_blocking=True)  # one copy, and no wait
+    there = torch.stack([first + 1 - (end - count), count, end - 1]).to(device, non_blocking=True)
     positions = torch.arange(words.numel(), device=device)
     positions += torch.repeat_interleave(there[0], there[1], output_size=words.numel())
     running = _mix(words + positions * wrapped(_GOLDEN)).cumsum(0)[there[2]]

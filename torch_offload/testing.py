@@ -52,7 +52,7 @@ _SEAMS: dict[Seam, tuple[Any, str]] = {
     Seam.HOST_ALLOCATION: (host_memory, "map_pages"),
     Seam.REGISTRATION: (device, "register_host"),
     Seam.SYNCHRONISE: (device, "synchronize"),
-    Seam.CHECKSUM: (checksum, "_totals"),
+    Seam.CHECKSUM: (checksum, "checksums"),
     Seam.COPY: (transfer, "copy"),
     Seam.DEVICE_ALLOCATION: (storage, "stage"),
 }
