@@ -106,7 +106,7 @@ def is_exclusive(tensor: torch.Tensor, known: Iterable[torch.Tensor] = ()) -> Ve
 
     Returns:
         A `Verdict`, truthy or falsy, with reasons. Neither synchronises nor allocates on the device; may run the garbage
-        collector when something is unexplained.
+        collector, and a backward over nothing, when something is unexplained.
     """
     (verdict,) = examine([(storage_of(tensor), [tensor, *known])])
     return verdict

@@ -71,14 +71,18 @@ class Strategy(abc.ABC):
         if name is not None and not isinstance(name, str):
             raise TypeError(f"name={name!r} is no string; it is what names in messages start with, such as 'actor'")
         targets = list(target) if isinstance(target, (list, tuple)) else [target]
-        for each in targets:
-            self.accept(each)
-        try:
-            self._targets = [weakref.ref(each) for each in targets]
-        except TypeError as error:
-            raise UnsupportedTargetError(f"{error}: no target can be without. Give its class a __weakref__ slot") from error
+        self._targets = [self._weakly(each) for each in targets]
         self.name = name or type(targets[0] if targets else self).__name__
         self.shared: Shared = shared
+
+    def _weakly(self, target: Any) -> weakref.ref[Any]:
+        self.accept(target)
+        try:
+            return weakref.ref(target)
+        except TypeError as error:
+            raise UnsupportedTargetError(
+                f"a {type(target).__name__} cannot be a target: it takes no weak reference. Give its class a __weakref__ slot"
+            ) from error
 
     def accept(self, target: Any) -> None:  # noqa: B027
         """Raise an `UnsupportedTargetError` unless this strategy describes the target whole."""
