@@ -40,14 +40,14 @@ class Cut(BaseException):
     """Raised between two opcodes, past every handler that expects a signal."""
 
 
-def interrupted(at: int, call: Callable[[], None], strike: Callable[[], None]) -> bool:
-    """Run ``call`` and strike at the ``at``-th opcode of the package's code. Whether it came that far."""
+def interrupted(at: int, call: Callable[[], None], strike: Callable[[], None], *, within: str = PACKAGE) -> bool:
+    """Run ``call`` and strike at the ``at``-th opcode of the package's code, or of a part of it. Whether it came that far."""
     count = 0
     struck = False
 
     def trace(frame: FrameType, event: str, _argument: Any) -> Any:
         nonlocal count, struck
-        if struck or not frame.f_code.co_filename.startswith(PACKAGE):
+        if struck or not frame.f_code.co_filename.startswith(within):
             return None
         frame.f_trace_opcodes, frame.f_trace_lines = True, False
         if event == "opcode":

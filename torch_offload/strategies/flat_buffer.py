@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from ..errors import GradientsError, OffloadedTensorError, UnsupportedTargetError, listed
+from ..errors import OffloadedTensorError, UnsupportedTargetError
 from ..tensors import address_of, byte_view, storage_of
 from .base import Claim
 from .per_parameter import PerParameterStrategy
@@ -18,13 +18,7 @@ _BUFFERS = ("buffers", "expert_parallel_buffers")
 _GROUPS = ("bucket_groups", "expert_parallel_bucket_groups")
 # Methods that change something before they come to the data they need, and that data: of the wrapper, of a bucket group.
 _OF_CHUNK = {"disable_forward_pre_hook": "param_data", "zero_grad_buffer": "grad_data"}
-_OF_GROUP = {
-    "start_param_sync": "param_data",
-    "finish_param_sync": "param_data",
-    "register_grad_ready": "grad_data",
-    "start_grad_sync": "grad_data",
-    "finish_grad_sync": "grad_data",
-}
+_OF_GROUP = {"start_param_sync": "param_data", "start_grad_sync": "grad_data", "finish_grad_sync": "grad_data"}
 
 
 class FlatBufferStrategy(PerParameterStrategy):
@@ -48,6 +42,8 @@ class FlatBufferStrategy(PerParameterStrategy):
         ValueError: an unknown policy.
     """
 
+    zeroing = "zero_grad_buffer()"
+
     def accept(self, target: Any) -> None:
         is_module = isinstance(target, torch.nn.Module)
         if not is_module or not all(isinstance(getattr(target, table, None), list) for table in _BUFFERS + _GROUPS):
@@ -55,7 +51,7 @@ class FlatBufferStrategy(PerParameterStrategy):
                 f"{type(self).__name__} takes Megatron-core's DistributedDataParallel, or a list of them, and a "
                 f"{type(target).__name__} is none. Pass the wrapper itself, not what is in it or around it"
             )
-        for path, buffer in _flat_buffers(target):
+        for path, buffer in _members(target, _BUFFERS):
             if getattr(buffer, "nccl_ub", False):
                 raise UnsupportedTargetError(
                     f"{type(target).__name__}.{path} lives in an NCCL memory pool (nccl_ub=True), whose registration with NCCL "
@@ -63,7 +59,11 @@ class FlatBufferStrategy(PerParameterStrategy):
                 )
 
     def claims(self) -> Iterable[Claim]:
-        claims = [*self._flat_claims(), *super().claims(), *self._main_grads()]
+        claims = [*self._flat_claims(), *super().claims()]
+        claims += [
+            Claim(tensor=gradient, name="main_grad", component="grads", of=parameter, discard=self.grads == "discard")
+            for _, parameter, gradient in self._main_grads()
+        ]
         claimed = {address_of(claim.tensor) for claim in claims}
         for path, tensor in self._kept():
             if address_of(tensor) not in claimed:
@@ -74,7 +74,7 @@ class FlatBufferStrategy(PerParameterStrategy):
         return (tensor for _, tensor in self._kept())
 
     def wait(self) -> None:
-        for group in _groups(self.target):
+        for _, group in _members(self.target, _GROUPS):
             for name in ("param_gather_handle", "grad_reduce_handle"):
                 handle = getattr(group, name)
                 if handle is not None:
@@ -84,69 +84,67 @@ class FlatBufferStrategy(PerParameterStrategy):
 
     def check(self, components: frozenset[str]) -> None:
         self.check_gradients(components)
-        if self.grads != "refuse" or "grads" not in components:
-            return
-        found = {address_of(claim.tensor): claim for claim in reversed(list(self.claims())) if claim.component == "grads"}
-        if present := [claim.name for claim in found.values() if bool(byte_view(storage_of(claim.tensor)).any())]:
-            raise GradientsError(
-                f'grads="refuse", and there are bytes that are not zero in {listed(present)} of {self.name!r}. Call '
-                'optimizer.step() and zero_grad_buffer() first, or pass grads="preserve" or grads="discard"'
-            )
+
+    def gradients(self) -> Iterator[str]:
+        yield from super().gradients()
+        found = [(claim.name, claim.tensor) for claim in self._flat_claims() if claim.component == "grads"]
+        found += [(f"{name}.main_grad", gradient) for name, _, gradient in self._main_grads()]
+        seen: set[int] = set()
+        for name, tensor in found:
+            storage = storage_of(tensor)
+            if storage._cdata not in seen and bool(byte_view(storage).any()):
+                yield name
+            seen.add(storage._cdata)
 
     def barriers(self, check: Callable[[str], None]) -> Iterator[Callable[[], None]]:  # noqa: ARG002
         chunk = self.target
-        owners = [(chunk, _OF_CHUNK, [buffer for _, buffer in _flat_buffers(chunk)])]
-        owners += [(group, _OF_GROUP, group.buckets) for group in _groups(chunk)]
+        owners = [(chunk, _OF_CHUNK, [buffer for _, buffer in _members(chunk, _BUFFERS)])]
+        owners += [(group, _OF_GROUP, group.buckets) for _, group in _members(chunk, _GROUPS)]
         for owner, methods, parts in owners:
             for method, data in methods.items():
                 yield functools.partial(_restore, weakref.ref(owner), method)  # first, in case of an interruption
                 setattr(owner, method, _Refusing(owner, method, [getattr(part, data) for part in parts]))
 
     def _flat_claims(self) -> Iterator[Claim]:
-        gathers = any(group.param_gather_handle is not None for group in _groups(self.target))
-        for path, buffer in _flat_buffers(self.target):
+        gathers = any(group.param_gather_handle is not None for _, group in _members(self.target, _GROUPS))
+        for path, buffer in _members(self.target, _BUFFERS):
             receives = buffer.param_data is None and gathers  # a layer-wise optimizer's gather puts parameters there
             if buffer.param_data is not None:
                 yield Claim(tensor=buffer.param_data, name=f"{path}.param_data", component="params")
             discard = self.grads == "discard" and not receives
             yield Claim(tensor=buffer.grad_data, name=f"{path}.grad_data", component="grads", discard=discard)
 
-    def _main_grads(self) -> Iterator[Claim]:
-        for parameter in torch.nn.Module.parameters(self.target):
+    def _main_grads(self) -> Iterator[tuple[str, torch.Tensor, torch.Tensor]]:
+        """Each parameter that has a main gradient: its name, it, and that."""
+        for name, parameter in torch.nn.Module.named_parameters(self.target):
             gradient = parameter.__dict__.get("main_grad")
             if gradient is not None:
-                discard = self.grads == "discard"
-                yield Claim(tensor=gradient, name="main_grad", component="grads", of=parameter, discard=discard)
+                yield name, parameter, gradient
 
     def _kept(self) -> Iterator[tuple[str, torch.Tensor]]:
         """The tensors, other than parameters, that the wrapper's buffers, buckets and bucket groups have, with their names."""
         parameters = {id(parameter) for parameter in torch.nn.Module.parameters(self.target)}
-        owners = [(path, buffer) for path, buffer in _flat_buffers(self.target)]
-        owners += [(f"{path}.buckets.{index}", each) for path, buffer in owners for index, each in enumerate(buffer.buckets)]
-        owners += [(f"bucket_groups.{index}", group) for index, group in enumerate(_groups(self.target))]
+        owners = [*_members(self.target, _BUFFERS), *_members(self.target, _GROUPS)]
+        owners += [(f"{path}.{name}", each) for path, owner in owners for name, each in _members(owner, ("buckets",))]
         for path, owner in owners:
-            for name, value in vars(owner).items():
-                for tensor in _tensors(value):
+            for attribute, value in vars(owner).items():
+                for name, tensor in _tensors(f"{path}.{attribute}", value):
                     if id(tensor) not in parameters:
-                        yield f"{path}.{name}", tensor
+                        yield name, tensor
 
 
-def _tensors(value: Any) -> Iterator[torch.Tensor]:
-    """A tensor, or those in nested lists."""
+def _members(owner: Any, tables: Iterable[str]) -> Iterator[tuple[str, Any]]:
+    """What is in these lists, with its name there."""
+    return ((f"{table}.{index}", each) for table in tables for index, each in enumerate(getattr(owner, table)))
+
+
+def _tensors(path: str, value: Any) -> Iterator[tuple[str, torch.Tensor]]:
+    """A tensor, or those in nested lists, with their names."""
     if isinstance(value, torch.Tensor):
-        yield value
+        yield path, value
     elif isinstance(value, (list, tuple)):
-        for each in value:
-            yield from _tensors(each)
-
-
-def _flat_buffers(chunk: Any) -> Iterator[tuple[str, Any]]:
-    """The wrapper's buffers, with their names."""
-    return ((f"{table}.{index}", buffer) for table in _BUFFERS for index, buffer in enumerate(getattr(chunk, table)))
-
-
-def _groups(chunk: Any) -> list[Any]:
-    return [group for table in _GROUPS for group in getattr(chunk, table)]
+        for index, each in enumerate(value):
+            yield from _tensors(f"{path}.{index}", each)
 
 
 class _Refusing:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, Literal, get_args
 
 import torch
@@ -36,6 +36,7 @@ class PerParameterStrategy(Strategy):
     """
 
     components = ("params", "grads", "buffers")
+    zeroing = "zero_grad(set_to_none=True)"  # how its users drop gradients
 
     def __init__(
         self,
@@ -76,12 +77,17 @@ class PerParameterStrategy(Strategy):
         self.check_gradients(components)
 
     def check_gradients(self, components: frozenset[str]) -> None:
-        """Raise a `GradientsError` if gradients are among these components, are to be refused, and there is a `.grad`."""
+        """Raise a `GradientsError` if gradients are among these components, are to be refused, and there is one."""
         if self.grads != "refuse" or "grads" not in components:
             return
-        parameters = torch.nn.Module.named_parameters(self.target)
-        if present := [f"{self.name}.{name}" for name, parameter in parameters if gradient_of(parameter) is not None]:
+        if present := [f"{self.name}.{name}" for name in self.gradients()]:
             raise GradientsError(
-                f'grads="refuse", and there are gradients of {listed(present)}. Call optimizer.step() and '
-                'zero_grad(set_to_none=True) first, or pass grads="preserve" or grads="discard"'
+                f'grads="refuse", and there are gradients in {listed(present)}. Call optimizer.step() and {self.zeroing} '
+                'first, or pass grads="preserve" or grads="discard"'
             )
+
+    def gradients(self) -> Iterator[str]:
+        """The names of what holds a gradient now."""
+        for name, parameter in torch.nn.Module.named_parameters(self.target):
+            if gradient_of(parameter) is not None:
+                yield f"{name}.grad"
