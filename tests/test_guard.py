@@ -9,6 +9,7 @@ import json
 import multiprocessing
 import os
 import pickle
+import signal
 import subprocess
 import sys
 import threading
@@ -451,3 +452,22 @@ def test_aliases_made_while_offloaded_are_no_parameters(device: str) -> None:
     assert type(other.weight) is nn.Parameter
     other.load_state_dict(model.state_dict(), assign=True)
     assert torch.equal(other.weight, model.weight)
+
+
+@pytest.mark.parametrize("call", ["all_gather([w], p)", "reduce_scatter_tensor(w, p)"])
+def test_known_limit_collectives_into_an_offloaded_tensor(call: str) -> None:
+    """They ask only their inputs. One day they may ask all: then they are no limit any more."""
+    script = f"""
+import torch, torch.distributed as dist, warnings
+from torch_offload import Offloader
+warnings.simplefilter("ignore")
+dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+model = torch.nn.Linear(64, 64, bias=False)
+w, p = model.weight.data, torch.ones(64, 64)
+off = Offloader(model, device="cpu")
+off.offload()
+dist.{call}
+"""
+    environment = os.environ | {"PYTHONPATH": str(HERE.parent), "CUDA_VISIBLE_DEVICES": ""}
+    done = subprocess.run([sys.executable, "-c", script], env=environment, capture_output=True, text=True)
+    assert done.returncode == -signal.SIGSEGV, done.stderr
