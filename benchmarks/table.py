@@ -1,4 +1,4 @@
-"""The README's table, made of a result file: ``python -m benchmarks.table benchmarks/results/h200.json``."""
+"""A table of a result file, for the README: ``python -m benchmarks.table FILE``."""
 
 from __future__ import annotations
 

@@ -33,7 +33,7 @@ from todays_way import Moved, TodaysWay, tensors_of
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from torch_offload import Offloader, PerParameterStrategy, TransitionReport
-from torch_offload.tensors import storage_of
+from torch_offload.testing import is_away
 
 VOCABULARY, TARGETS = 32, 8  # a token below TARGETS is worth a point
 BATCH, PROMPT, NEW = 32, 4, 12  # sequences, and tokens in each
@@ -184,7 +184,8 @@ def train_watched(
         return made[-1]
 
     def kept() -> tuple[int, int]:
-        storages = {storage_of(tensor) for target in targets for tensor in tensors_of(target)}
+        resident = (tensor for target in targets for tensor in tensors_of(target) if not is_away(tensor))
+        storages = {tensor.untyped_storage() for tensor in resident}
         return sum(each.nbytes() for each in storages), sum(each.host_nbytes for each in made)
 
     def taken() -> tuple[int, int]:

@@ -94,6 +94,8 @@ class TodaysWay:
                 self._to_device(tensor)
                 nbytes += tensor.nbytes
         self._away ^= components
+        if self._device.type != "cpu":
+            torch.accelerator.synchronize(self._device)
         if direction == "offload":
             gc.collect()
             if self._device.type != "cpu":
