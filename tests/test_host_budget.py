@@ -205,18 +205,20 @@ print(*[row.nbytes for row in off.report.mirrors], off.report.host_nbytes, rss()
 def test_page_locked_memory_is_exact_at_an_awkward_size() -> None:
     nbytes, grown, pinned = numbers_of("""
 nbytes = 700 * 2**20 + 1
-model = torch.nn.Module()
-model.register_buffer("large", torch.ones(nbytes, dtype=torch.uint8, device="cuda"))
-with offloaded(small.cuda()):
-    pass  # what the driver keeps for itself is not measured
-before = rss()
+def large(nbytes):
+    model = torch.nn.Module()
+    model.register_buffer("large", torch.ones(nbytes, dtype=torch.uint8, device="cuda"))
+    return model
+with offloaded(large(300 * 2**20 + 1)):
+    pass  # what the driver and its kernels keep for themselves is not measured
+model, before = large(nbytes), rss()
 off = Offloader(model)
 off.offload()
 print(nbytes, rss() - before, int(off.report.mirrors[0].pinned))
 off.reload()
 """)
     assert pinned
-    assert grown <= 1.01 * nbytes
+    assert 0.99 * nbytes <= grown <= 1.01 * nbytes
 
 
 @pytest.mark.gpu
