@@ -40,7 +40,7 @@ class Measured:
         mirrors = scope.mirrors()
         report = TransitionReport(
             direction=self._direction,
-            targets=tuple(strategy.name for strategy in scope.alive()),
+            targets=scope.titles(),
             components=tuple(sorted(self._chosen)),
             nbytes=sum(sizes),
             storages=len(sizes),

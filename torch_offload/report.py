@@ -43,7 +43,7 @@ class TransitionReport:
 
     Attributes:
         direction: ``"offload"`` or ``"reload"``.
-        targets: the names of the targets.
+        targets: the names of the targets; ``"Linear (gone)"`` for one that nobody holds any more.
         components: the components that the call named.
         nbytes: sum of the storages that moved: what is expected to be freed, or to be taken again.
         storages: how many.

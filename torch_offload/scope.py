@@ -78,6 +78,10 @@ class Scope:
         """The targets, for a message."""
         return listed(strategy.name for strategy in self.strategies)
 
+    def titles(self) -> tuple[str, ...]:
+        """The targets, for a report."""
+        return tuple(each.name if each.target is not None else f"{each.name} (gone)" for each in self.strategies)
+
     def plan(self) -> Plan:
         return Plan(self.alive(), self.device)
 
