@@ -21,7 +21,7 @@ import torch_offload
 from .measure import compare, link_limit, warm_host_pages
 from .scenarios import SCENARIOS, one_rank
 from .table import table
-from .ways import free_pinned
+from .ways import empty_cache, free_pinned
 
 GIB = 2**30
 
@@ -54,7 +54,7 @@ def main(argv: Sequence[str] | None = None) -> None:
                 continue
             warm_host_pages(3 * nbytes)
             limit = link_limit(device)
-            free_pinned()  # or whoever is first would find what the limit was measured with
+            empty_cache(), free_pinned()  # or whoever is first would find what the limit was measured with
             moved, ways = SCENARIOS[name](device, nbytes)
             found[name] = {"nbytes": moved, "limit_gb_per_s": limit, "ways": compare(ways, moved)}
             del ways

@@ -57,7 +57,7 @@ def device_nbytes() -> int:
     return torch.cuda.memory_reserved() if torch.cuda.is_available() else 0
 
 
-def compare(ways: Sequence[tuple[str, Way]], nbytes: int, *, rounds: int = 2, cycles: int = 5) -> dict[str, dict[str, Any]]:
+def compare(ways: Sequence[tuple[str, Way]], nbytes: int, *, rounds: int = 2, cycles: int = 3) -> dict[str, dict[str, Any]]:
     """Run every way in turn, in another order each round, each from nothing.
 
     Args:

@@ -22,7 +22,7 @@ def reference(device: torch.device, nbytes: int) -> Ways:
     """A frozen model of 168 equal parameters; every offload copies."""
     numel = nbytes // 168 // 4
     module = nn.ParameterList(nn.Parameter(torch.ones(numel, device=device), requires_grad=False) for _ in range(168))
-    ways = [(TorchOffload.name, TorchOffload(PerParameterStrategy(module)))]
+    ways = [(TorchOffload.name, TorchOffload(module, PerParameterStrategy))]
     ways += [(f"{PerParameter.name}{note}", PerParameter(module, finish)) for note, finish in FINISHES.items()]
     return 168 * numel * 4, ways
 
@@ -42,7 +42,7 @@ def flat_buffer(device: torch.device, nbytes: int) -> Ways:
             module,
         )
     flat = [data for buffer in wrapper.buffers for data in (buffer.param_data, buffer.grad_data)]
-    ways = [(TorchOffload.name, TorchOffload(FlatBufferStrategy(wrapper)))]
+    ways = [(TorchOffload.name, TorchOffload(wrapper, FlatBufferStrategy))]
     ways += [(f"{PinnedBuffer.name}{note}", PinnedBuffer(flat, finish)) for note, finish in FINISHES.items()]
     return sum(each.nbytes for each in flat), ways
 

@@ -11,7 +11,7 @@ from typing import Any, Protocol
 
 import torch
 
-from torch_offload import Offloader
+from torch_offload import Offloader, Strategy
 
 
 class Way(Protocol):
@@ -27,9 +27,15 @@ class TorchOffload:
 
     name = "torch_offload"
 
-    def __init__(self, *targets: Any, **policy: Any) -> None:
-        self._off = Offloader(*targets, **policy)
-        self.offload, self.reload, self.close = self._off.offload, self._off.reload, self._off.close
+    def __init__(self, target: Any, strategy: Callable[[Any], Strategy]) -> None:
+        self._target = target  # an Offloader holds it weakly
+        self._off = Offloader(strategy(target))
+        self.reload, self.close = self._off.reload, self._off.close
+
+    def offload(self) -> None:
+        report = self._off.offload()
+        if report.left or not report.nbytes:
+            raise RuntimeError(f"not everything was moved:\n{report}")
 
 
 class PinnedBuffer:

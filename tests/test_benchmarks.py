@@ -39,9 +39,10 @@ def test_every_scenario_runs_and_results_merge(tmp_path: Path) -> None:
 
 def test_the_table_shows_what_was_measured() -> None:
     way = {"first_gb_per_s": 9.87, "offload_gb_per_s": 51.04, "reload_gb_per_s": 49.96, "host_bytes_per_byte": 1.004}
+    way["device_bytes_left"] = 3 * 2**20
     limit = {"offload": 55.25, "reload": 55.35}
     found = {"machine": {}, "x": {"nbytes": 2**31, "limit_gb_per_s": limit, "ways": {"ours": way}}, "y": {"left out": "why"}}
     assert table(found).splitlines()[2:] == [
-        "| x, 2.00 GiB | the link's limit | | 55.2 | 55.4 | |",
-        "| | ours | 9.9 | 51.0 | 50.0 | 1.00 |",
+        "| x, 2.00 GiB | the link's limit | | 55.2 | 55.4 | | |",
+        "| | ours | 9.9 | 51.0 | 50.0 | 1.00 | 3 MiB |",
     ]
