@@ -26,7 +26,7 @@ LAYERS = [
     {"errors", "checksum", "interrupts", "tensors"},
     {"report", "device"},
     {"host_memory", "storage"},
-    {"mirror", "strategies.base"},
+    {"mirror", "strategies.base", "strategies.methods", "strategies.walk"},
     {"ledger", "strategies.per_parameter", "strategies.optimizer"},
     {"serving", "strategies.flat_buffer"},
     {"guard", "strategies"},

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import weakref
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -12,7 +12,9 @@ import torch
 from ..errors import OffloadedTensorError, UnsupportedTargetError
 from ..tensors import address_of, byte_view, storage_of
 from .base import Claim
+from .methods import refuse
 from .per_parameter import PerParameterStrategy
+from .walk import tensors_in
 
 _BUFFERS = ("buffers", "expert_parallel_buffers")
 _GROUPS = ("bucket_groups", "expert_parallel_bucket_groups")
@@ -102,8 +104,8 @@ class FlatBufferStrategy(PerParameterStrategy):
         owners += [(group, _OF_GROUP, group.buckets) for _, group in _members(chunk, _GROUPS)]
         for owner, methods, parts in owners:
             for method, data in methods.items():
-                yield functools.partial(_restore, weakref.ref(owner), method)  # first, in case of an interruption
-                setattr(owner, method, _Refusing(owner, method, [getattr(part, data) for part in parts]))
+                needed = [weakref.ref(getattr(part, data)) for part in parts if getattr(part, data) is not None]
+                yield from refuse(owner, method, functools.partial(_refuse_if_offloaded, needed))
 
     def _flat_claims(self) -> Iterator[Claim]:
         gathers = any(group.param_gather_handle is not None for _, group in _members(self.target, _GROUPS))
@@ -127,10 +129,8 @@ class FlatBufferStrategy(PerParameterStrategy):
         owners = [*_members(self.target, _BUFFERS), *_members(self.target, _GROUPS)]
         owners += [(f"{path}.{name}", each) for path, owner in owners for name, each in _members(owner, ("buckets",))]
         for path, owner in owners:
-            for attribute, value in vars(owner).items():
-                for name, tensor in _tensors(f"{path}.{attribute}", value):
-                    if id(tensor) not in parameters:
-                        yield name, tensor
+            for name, tensor in tensors_in(vars(owner), parameters, objects=False):
+                yield f"{path}.{name}", tensor
 
 
 def _members(owner: Any, tables: Iterable[str]) -> Iterator[tuple[str, Any]]:
@@ -138,44 +138,15 @@ def _members(owner: Any, tables: Iterable[str]) -> Iterator[tuple[str, Any]]:
     return ((f"{table}.{index}", each) for table in tables for index, each in enumerate(getattr(owner, table)))
 
 
-def _tensors(path: str, value: Any) -> Iterator[tuple[str, torch.Tensor]]:
-    """A tensor, or those in nested lists, with their names."""
-    if isinstance(value, torch.Tensor):
-        yield path, value
-    elif isinstance(value, (list, tuple)):
-        for index, each in enumerate(value):
-            yield from _tensors(f"{path}.{index}", each)
-
-
-class _Refusing:
-    """Stands in for a method while some of this data may be offloaded, and raises by name, before anything is done, if it is.
+def _refuse_if_offloaded(needed: Sequence[weakref.ref[torch.Tensor]], call: str) -> None:
+    """Raise by name if some of this data is offloaded, on behalf of a call that needs it.
 
     The data's own refusal would come from inside of torch's coalescing of collectives, which then swallows later ones.
     """
-
-    def __init__(self, owner: Any, method: str, data: Iterable[torch.Tensor | None]) -> None:
-        self.was = vars(owner).get(method)  # somebody's own
-        self._call, self._method = getattr(owner, method), method
-        self._needed = [weakref.ref(tensor) for tensor in data if tensor is not None]
-
-    def __call__(self, *args: Any, **keywords: Any) -> Any:
-        for reference in self._needed:
-            tensor = reference()
-            if tensor is not None:
-                try:
-                    tensor.data_ptr()
-                except OffloadedTensorError as error:
-                    raise OffloadedTensorError(str(error).replace("data_ptr", f"{self._method}()", 1)) from None
-        return self._call(*args, **keywords)
-
-
-def _restore(reference: weakref.ref[Any], method: str) -> None:
-    """Take away what stands in for a method, if it still does. Calling it twice is harmless."""
-    owner = reference()
-    ours = None if owner is None else vars(owner).get(method)
-    if not isinstance(ours, _Refusing):
-        return
-    if ours.was is None:
-        delattr(owner, method)
-    else:
-        setattr(owner, method, ours.was)
+    for reference in needed:
+        tensor = reference()
+        if tensor is not None:
+            try:
+                tensor.data_ptr()
+            except OffloadedTensorError as error:
+                raise OffloadedTensorError(str(error).replace("data_ptr", call, 1)) from None

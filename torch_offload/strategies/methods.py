@@ -1,0 +1,41 @@
+"""Stand-ins for methods of other people's objects that change something before they come to what is offloaded."""
+
+from __future__ import annotations
+
+import functools
+import weakref
+from collections.abc import Callable, Iterator
+from typing import Any
+
+
+def refuse(owner: Any, method: str, check: Callable[[str], None]) -> Iterator[Callable[[], None]]:
+    """Have calls of a method pass ``check("method()")`` first, and give what undoes that.
+
+    It is given before the method is exchanged, in case of an interruption.
+    """
+    yield functools.partial(_restore, weakref.ref(owner), method)
+    setattr(owner, method, _Refusing(owner, method, check))
+
+
+class _Refusing:
+    """Stands in for a method, and raises before anything is done if it must not be called now."""
+
+    def __init__(self, owner: Any, method: str, check: Callable[[str], None]) -> None:
+        self.was = vars(owner).get(method)  # somebody's own
+        self._call, self._method, self._check = getattr(owner, method), method, check
+
+    def __call__(self, *args: Any, **keywords: Any) -> Any:
+        self._check(f"{self._method}()")
+        return self._call(*args, **keywords)
+
+
+def _restore(reference: weakref.ref[Any], method: str) -> None:
+    """Take away what stands in for a method, if it still does. Calling it twice is harmless."""
+    owner = reference()
+    ours = None if owner is None else vars(owner).get(method)
+    if not isinstance(ours, _Refusing):
+        return
+    if ours.was is None:
+        delattr(owner, method)
+    else:
+        setattr(owner, method, ours.was)

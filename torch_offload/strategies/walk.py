@@ -1,0 +1,54 @@
+"""The tensors that an object holds, under whatever name."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections import deque
+from collections.abc import Collection, Iterator, Mapping
+from types import FunctionType, MethodType, ModuleType
+from typing import Any
+
+import torch
+
+
+def tensors_in(thing: Any, skip: Collection[int], *, objects: bool) -> Iterator[tuple[str, torch.Tensor]]:
+    """The tensors in any nesting of containers, and the names on the way to each: ``"groups.0.exp_avg"``.
+
+    Args:
+        thing: where to begin.
+        skip: ids of tensors that are passed over, such as parameters.
+        objects: whether to look into records and plain objects too; never into code, modules and optimizers.
+    """
+    waiting: list[tuple[tuple[str, ...], Any]] = [((), thing)]
+    seen: set[int] = set()
+    while waiting:
+        path, found = waiting.pop()
+        if isinstance(found, torch.Tensor):
+            if id(found) not in skip:
+                yield ".".join(path), found
+        elif id(found) not in seen:
+            seen.add(id(found))
+            members = _members(found) or (_attributes(found) if objects else [])
+            waiting += [((*path, name), value) for name, value in reversed(members)]
+
+
+def _members(thing: Any) -> list[tuple[str, Any]]:
+    if isinstance(thing, Mapping):
+        return [(_label(index, key), value) for index, (key, value) in enumerate(thing.items())]
+    if isinstance(thing, (list, tuple, deque, set, frozenset)):
+        return [(str(index), value) for index, value in enumerate(thing)]
+    return []
+
+
+def _label(index: int, key: Any) -> str:
+    """A key as a part of a name; printing a tensor would read it."""
+    return str(index) if isinstance(key, torch.Tensor) else str(key)
+
+
+def _attributes(thing: Any) -> list[tuple[str, Any]]:
+    """What a record or a plain object has; nothing of what is code or has tensors of its own."""
+    if isinstance(thing, (type, ModuleType, FunctionType, MethodType, torch.nn.Module, torch.optim.Optimizer)):
+        return []
+    if dataclasses.is_dataclass(thing):
+        return [(field.name, getattr(thing, field.name, None)) for field in dataclasses.fields(thing)]
+    return list(vars(thing).items()) if type(thing).__dictoffset__ else []
