@@ -13,11 +13,13 @@ from unittest import mock
 import torch
 from torch import nn
 from torch.distributed import distributed_c10d
+from torch.overrides import TorchFunctionMode
 
 with warnings.catch_warnings():  # megatron-core warns about itself when it is imported
     warnings.simplefilter("ignore")
     from megatron.core import parallel_state
     from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, param_and_grad_buffer
+    from megatron.core.optimizer import MegatronOptimizer, OptimizerConfig, get_megatron_optimizer
     from megatron.core.transformer import TransformerConfig
 
     WIDTH = 8
@@ -133,3 +135,87 @@ def state_of(model: DistributedDataParallel, optimizer: torch.optim.Optimizer | 
     if optimizer is not None:
         tensors += [value for state in optimizer.state.values() for value in state.values()]
     return [tensor.detach().cpu().clone() for tensor in tensors]
+
+
+# Megatron-core's own optimizers -----------------------------------------------------------------------------------------
+
+PRECISIONS: dict[str, tuple[torch.dtype, dict[str, Any]]] = {  # of the model, and what else its optimizer is made with
+    "fp32": (torch.float32, {}),
+    "bf16": (torch.bfloat16, {}),
+    "fp16": (torch.float16, {}),
+    "distributed fp32": (torch.float32, {"use_distributed_optimizer": True}),
+    "distributed bf16": (torch.bfloat16, {"use_distributed_optimizer": True}),
+    "hybrid": (torch.bfloat16, {"use_distributed_optimizer": True, "optimizer_cpu_offload": True}),
+}
+
+
+class _CudaIsCpu(TorchFunctionMode):
+    """What Megatron-core makes on a GPU is made on the CPU, and says that it is on a GPU where that is asked for by name."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = dict(kwargs or {})
+        if str(kwargs.get("device", "")).startswith("cuda"):
+            kwargs["device"] = "cpu"
+        if func in (torch.Tensor.cuda, torch.Tensor.pin_memory):
+            return args[0]
+        if func == torch.Tensor.is_cuda.__get__:
+            return True
+        found = func(*args, **kwargs)
+        return found.replace("torch.", "torch.cuda.") if func is torch.Tensor.type and len(args) == 1 else found
+
+
+@contextlib.contextmanager
+def on(device: str) -> Iterator[None]:
+    """Megatron-core's optimizers run on this device."""
+    if device != "cpu":
+        yield
+        return
+    stream = mock.MagicMock()
+    with (
+        _CudaIsCpu(),
+        mock.patch.object(torch.cuda, "current_stream", return_value=stream),
+        mock.patch.object(torch.cuda, "Stream", return_value=stream),
+        mock.patch.object(torch.cuda, "stream", return_value=contextlib.nullcontext()),
+        mock.patch.object(torch.cuda, "synchronize"),
+    ):
+        yield
+
+
+def with_optimizer(device: str, precision: str, *, seed: int = 0) -> tuple[DistributedDataParallel, MegatronOptimizer]:
+    """A model in Megatron's wrapper, and the optimizer that Megatron makes for it: a chain of a dense and an expert one."""
+    dtype, extra = PRECISIONS[precision]
+    distributed = extra.get("use_distributed_optimizer", False)
+    model = chunk(device, seed=seed, dtype=dtype, use_distributed_optimizer=distributed)
+    if device == "cpu":
+        extra = extra | {"optimizer_offload_fraction": 0.0}  # there is one kind of memory
+    kinds = {"bf16": dtype is torch.bfloat16, "fp16": dtype is torch.float16, "initial_loss_scale": 8.0}
+    return model, get_megatron_optimizer(OptimizerConfig(optimizer="adam", lr=0.05, **kinds, **extra), [model])
+
+
+def megatron_step(model: DistributedDataParallel, optimizer: MegatronOptimizer, step: int) -> float:
+    """One step as Megatron's training loop takes it; the loss. Main gradients are left behind."""
+    model.zero_grad_buffer()
+    optimizer.zero_grad()
+    loss = accumulate(model, step)
+    model.finish_grad_sync()
+    optimizer.step()
+    return loss
+
+
+def tensors_of(optimizer: MegatronOptimizer) -> list[torch.Tensor]:
+    """Every tensor that is the optimizer's and not the model's: found by what Megatron calls them."""
+    found: list[Any] = []
+    for each in optimizer.chained_optimizers:
+        found += [getattr(each, name, None) for name in ("_scale", "_scale_one", "found_inf", "_dummy_overflow_buf")]
+        scaler = getattr(each, "grad_scaler", None)
+        found += [] if scaler is None else list(vars(scaler).values())
+        inner = each.optimizer
+        for one in (inner, *getattr(inner, "sub_optimizers", ())):
+            found += [value for state in one.state.values() for value in state.values()]
+        for name in ("fp32_from_float16_groups", "shard_fp32_from_float16_groups"):
+            found += [main for group in getattr(each, name, ()) for main in group]
+        copies = [*getattr(inner, "param_to_fp32_param", {}).values()]
+        found += [*copies, *getattr(inner, "cpu_copy_map_grad", {}).values()]
+    tensors = [each for each in found if isinstance(each, torch.Tensor)]
+    tensors += [each.grad for each in tensors if each.is_leaf and each.grad is not None]
+    return list({id(each): each for each in tensors}.values())

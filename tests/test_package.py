@@ -28,7 +28,7 @@ LAYERS = [
     {"host_memory", "storage"},
     {"mirror", "strategies.base", "strategies.methods", "strategies.walk"},
     {"ledger", "strategies.per_parameter", "strategies.optimizer"},
-    {"serving", "strategies.flat_buffer"},
+    {"serving", "strategies.flat_buffer", "strategies.megatron_optimizer"},
     {"guard", "strategies"},
     {"barriers"},
     {"transfer"},

@@ -15,7 +15,15 @@ from .errors import (
 from .host_memory import PageableMirrorWarning
 from .offloader import Offloader, offloaded, reload, resident
 from .report import LeftRow, MirrorRow, Residency, TransitionReport
-from .strategies import Claim, FlatBufferStrategy, OptimizerStrategy, PerParameterStrategy, Strategy, strategy_for
+from .strategies import (
+    Claim,
+    FlatBufferStrategy,
+    MegatronOptimizerStrategy,
+    OptimizerStrategy,
+    PerParameterStrategy,
+    Strategy,
+    strategy_for,
+)
 from .transition import PreparedOffload
 
 __version__ = "0.1.0"
@@ -28,6 +36,7 @@ __all__ = [
     "HostMemoryError",
     "IntegrityError",
     "LeftRow",
+    "MegatronOptimizerStrategy",
     "MirrorMismatchError",
     "MirrorRow",
     "OffloadError",

@@ -3,21 +3,22 @@
 from __future__ import annotations
 
 import inspect
-import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
 
 from ..errors import UnsupportedTargetError
-from .base import Claim, Strategy
+from .base import Claim, Strategy, foreign
 from .flat_buffer import FlatBufferStrategy
+from .megatron_optimizer import MegatronOptimizerStrategy
 from .optimizer import OptimizerStrategy
 from .per_parameter import PerParameterStrategy
 
 __all__ = [
     "Claim",
     "FlatBufferStrategy",
+    "MegatronOptimizerStrategy",
     "OptimizerStrategy",
     "PerParameterStrategy",
     "Strategy",
@@ -25,7 +26,7 @@ __all__ = [
     "strategy_for",
 ]
 
-_ACCEPTED = "a torch.nn.Module, a list of them, a torch.optim.Optimizer, None, or a Strategy object"
+_ACCEPTED = "a torch.nn.Module, a list of them, a torch.optim.Optimizer or one of Megatron-core's, None, or a Strategy object"
 
 # Modules that hold their tensors in ways no strategy here describes whole, or read them in C++ past every guard:
 # (module of the class, its name).
@@ -109,13 +110,15 @@ def _flat(targets: Iterable[object], index: str = "") -> Iterator[tuple[str, obj
 
 
 def _kind(target: object) -> Callable[..., Strategy]:
-    if isinstance(target, _known("megatron.core.distributed", "DistributedDataParallel")):
+    if isinstance(target, foreign("megatron.core.distributed", "DistributedDataParallel")):
         return FlatBufferStrategy
     if isinstance(target, torch.nn.Module):
         _refuse_foreign(target)
         return PerParameterStrategy
     if isinstance(target, torch.optim.Optimizer):
         return OptimizerStrategy
+    if isinstance(target, foreign("megatron.core.optimizer.optimizer", "MegatronOptimizer")):
+        return MegatronOptimizerStrategy
     raise UnsupportedTargetError(f"a {type(target).__name__} cannot be offloaded ({target!r:.60}). Pass {_ACCEPTED}")
 
 
@@ -124,16 +127,10 @@ def _keywords(kind: Callable[..., Strategy]) -> set[str]:
     return {name for name, parameter in parameters.items() if parameter.kind is inspect.Parameter.KEYWORD_ONLY}
 
 
-def _known(where: str, name: str) -> Any:
-    """A class, as `isinstance` takes it: nothing is one where its module was never imported, or has no class of that name."""
-    found = getattr(sys.modules.get(where), name, None)
-    return found if isinstance(found, type) else ()
-
-
 def _refuse_foreign(module: torch.nn.Module) -> None:
     for path, part in module.named_modules():
         for where, name in _FOREIGN:
-            if isinstance(part, _known(where, name)):
+            if isinstance(part, foreign(where, name)):
                 raise UnsupportedTargetError(
                     f"{type(module).__name__} has a {where}.{name} at {path or 'its root'!r}, which holds or reads tensors in "
                     "a way that its parameters do not tell. Nothing was touched. Pass it itself, or a Strategy that knows it"
