@@ -471,3 +471,20 @@ dist.{call}
     environment = os.environ | {"PYTHONPATH": str(HERE.parent), "CUDA_VISIBLE_DEVICES": ""}
     done = subprocess.run([sys.executable, "-c", script], env=environment, capture_output=True, text=True)
     assert done.returncode == -signal.SIGSEGV, done.stderr
+
+
+def test_a_copy_that_autograd_would_record_is_refused(device: str) -> None:
+    model = nn.Linear(3, 3, device=device)
+    wanted = model.weight.detach().cpu().clone()
+    with offloaded(model, device=device):
+        for call in (torch.Tensor.clone, lambda w: w.to(device, torch.float64) if device != "cpu" else w.clone()):
+            with pytest.raises(OffloadedTensorError, match=r"autograd would record.*no_grad.*'Linear\.weight'"):
+                call(model.weight)
+            with torch.no_grad():
+                assert torch.equal(call(model.weight).cpu().float(), wanted)
+        for call in (copy.deepcopy, lambda w: w.to(torch.float16), lambda w: w.float().half()):
+            with torch.no_grad(), pytest.raises(OffloadedTensorError, match=r"'Linear\.weight'"):
+                call(model.weight)
+        with pytest.raises(OffloadedTensorError, match=r"'Linear\.weight'"):
+            copy.deepcopy(model)
+    assert torch.equal(model.weight.cpu(), wanted)

@@ -23,10 +23,11 @@ PACKAGE = ROOT / "torch_offload"
 
 # Each module may import those of the rows before its own, and of its own row nothing but what is named there.
 LAYERS = [
-    {"errors", "checksum", "interrupts", "tensors"},
+    {"errors", "checksum", "interrupts", "tensors", "walk"},
+    {"parts"},
     {"report", "device"},
     {"host_memory", "storage"},
-    {"mirror", "strategies.base", "strategies.methods", "strategies.walk"},
+    {"mirror", "strategies.base", "strategies.methods"},
     {"ledger", "strategies.per_parameter", "strategies.optimizer"},
     {"serving", "strategies.flat_buffer", "strategies.megatron_optimizer"},
     {"guard", "strategies"},
@@ -40,7 +41,7 @@ LAYERS = [
     {"offloader"},
     {"testing", ""},
 ]
-STRATEGIES_MAY_IMPORT = {"errors", "tensors"}
+STRATEGIES_MAY_IMPORT = {"errors", "tensors", "parts", "walk"}
 
 
 def imports_of(name: str, source: str) -> set[str]:

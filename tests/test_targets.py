@@ -30,6 +30,7 @@ from torch_offload import (
     testing,
 )
 from torch_offload.host_memory import PAGE
+from torch_offload.parts import parts_of
 from torch_offload.tensors import storage_of
 from torch_offload.testing import Portrait, assert_round_trip, is_away, link, mirrored_nbytes
 
@@ -99,7 +100,8 @@ def check_contract(strategy: Strategy, device: str) -> None:
     names = [(claim.component, id(claim.of), claim.name) for claim in claims]
     assert len(set(names)) == len(names)
     assert {claim.component for claim in claims} <= set(strategy.components)
-    sizes = {storage_of(c.tensor)._cdata: storage_of(c.tensor).nbytes() for c in claims if c.tensor.device.type == device}
+    storages = [storage_of(part.tensor) for claim in claims for part in parts_of(claim.tensor)]
+    sizes = {each._cdata: each.nbytes() for each in storages if each.device.type == device}
     off = Offloader(strategy, device=device)
     assert off.offload().nbytes == sum(sizes.values())
     again = list(strategy.claims())  # describing needs no memory
@@ -320,16 +322,6 @@ def test_memory_that_is_not_torchs_is_left_with_that_reason(device: str) -> None
         assert "not torch's own" in row.reason
         assert "clone()" in row.reason
         assert model.foreign.sum() == 0
-
-
-def test_sparse_gradients_are_left_with_that_reason(device: str) -> None:
-    model = nn.Embedding(4, 2, sparse=True, device=device)
-    model(torch.tensor([1], device=device)).sum().backward()
-    with offloaded(model, device=device) as off:
-        assert [(row.name, row.reason[:31]) for row in off.report.left] == [
-            ("Embedding.weight.grad", "its layout is torch.sparse_coo:")
-        ]
-        assert off.report.nbytes == 4 * 2 * 4
 
 
 # Sharing ---------------------------------------------------------------------------------------------------------------
@@ -613,18 +605,6 @@ def test_a_tensor_without_memory_of_its_own_is_refused() -> None:
 def test_scripted_modules_are_refused() -> None:
     with pytest.raises(UnsupportedTargetError, match=r"ScriptModule at '0'"):
         Offloader(nn.Sequential(torch.jit.trace(nn.Linear(2, 2), torch.ones(1, 2))), device="cpu")
-
-
-@pytest.mark.filterwarnings("ignore:Sparse CSR tensor support is in beta:UserWarning")
-def test_sparse_tensors_are_left_with_their_size(device: str) -> None:
-    model = nn.Embedding(10, 4, sparse=True, device=device)
-    model(torch.tensor([1, 2], device=device)).sum().backward()
-    model.register_buffer("rows", torch.eye(3, device=device).to_sparse_csr())
-    with offloaded(model, device=device) as off:
-        assert {row.name: row.nbytes for row in off.report.left} == {
-            "Embedding.weight.grad": 2 * 8 + 2 * 4 * 4,
-            "Embedding.rows": 4 * 8 + 3 * 8 + 3 * 4,
-        }
 
 
 def test_tensors_of_mkldnn_are_left_with_their_size() -> None:

@@ -13,6 +13,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from . import ledger
 from .guard import guard_of, refusal
 from .ledger import Entry
+from .parts import parts_of
 from .tensors import gradient_of
 
 
@@ -24,7 +25,11 @@ class Barrier:
 
     def __init__(self, leaf: torch.Tensor, attribute: str, name: str, entry: Entry) -> None:
         self._leaf, self._attribute, self._name, self._entry = leaf, attribute, name, entry
-        self._had_hooks = leaf._backward_hooks is not None
+        hooks: dict[int, Any] | None = leaf._backward_hooks
+        others = [each for hook in (hooks or {}).values() if isinstance(each := getattr(hook, "__self__", None), Barrier)]
+        self._had_hooks: bool = (
+            others[0]._had_hooks if others else hooks is not None
+        )  # others': its gradient has several storages
         entry.barriers.append(weakref.ref(self))
         frozen = not leaf.requires_grad  # it may be trained again while its gradient is away
         if frozen:
@@ -38,8 +43,8 @@ class Barrier:
     def is_needed(self) -> bool:
         """Whether the leaf's gradient is still on the entry's storage."""
         gradient = gradient_of(self._leaf) if self._attribute == "grad" else self._leaf.__dict__.get(self._attribute)
-        found = None if gradient is None else guard_of(gradient)
-        return found is not None and found.entry is self._entry
+        guards = [] if gradient is None else [guard_of(part.tensor) for part in parts_of(gradient)]
+        return any(found is not None and found.entry is self._entry for found in guards)
 
     def _refuse(self, _incoming: torch.Tensor) -> None:
         if self._entry.offloaded and self.is_needed():

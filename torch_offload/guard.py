@@ -26,7 +26,8 @@ import torch
 from . import ledger, serving
 from .errors import OffloadedTensorError, UnsupportedTargetError
 from .ledger import Entry
-from .tensors import attribute, plainly
+from .parts import is_whole, parts_of, rebuilt
+from .tensors import attribute, plainly, storage_of
 
 _TAG = "_torch_offload_guard"
 _FAR = 2**30  # more than any tensor is changed in place; counters have 32 bits
@@ -56,14 +57,26 @@ class Guard:
         tensor.__class__ = guarded
 
     def lift(self) -> None:
-        """Make the tensor what it was. Calling it twice is harmless."""
+        """Make the tensor what it was, unless another tensor inside of it is still offloaded. Calling it twice is harmless."""
         tensor = self._tensor()
         if tensor is None:
+            return
+        if self._handed_over(tensor):
             return
         _move_version(tensor, self.entry.writes - _FAR)
         if type(tensor) in _bases:
             tensor.__class__ = self.cls
         tensor.__dict__.pop(_TAG, None)
+
+    def _handed_over(self, tensor: torch.Tensor) -> bool:
+        """Whether the tensor is now guarded for another storage that it has memory on."""
+        inside = (ledger.entry_of(storage_of(part.tensor)) for part in parts_of(tensor) if part.tensor is not tensor)
+        for other in inside:
+            if other is not None and other is not self.entry and other.holds_tensors():
+                self.entry = other
+                self.entry.guards[weakref.ref(self, self.entry.guards.pop)] = None
+                return True
+        return False
 
 
 def guard(tensors: Iterable[tuple[torch.Tensor, str]], entry: Entry) -> None:
@@ -74,7 +87,7 @@ def guard(tensors: Iterable[tuple[torch.Tensor, str]], entry: Entry) -> None:
     """
     for tensor, name in tensors:
         found = guard_of(tensor)
-        if found is not None and found.entry is not entry:  # left by an interrupted reload
+        if found is not None and not found.entry.holds_tensors():  # left by an interrupted reload
             found.lift()
         if guard_of(tensor) is None:
             Guard(tensor, name, entry)
@@ -123,6 +136,8 @@ def _guarded_class(base: type, name: str) -> type:
             "__reduce_ex__": _reduce_ex,
             "__copy__": _copy,
             **{member: _refusing(member) for member in serving.UNSEEN if hasattr(base, member)},
+            "to": torch.Tensor.to,  # some classes have methods of their own, which move what the tensor carries
+            "cpu": torch.Tensor.cpu,
         }
         try:
             made = type(base)(f"Offloaded{base.__name__}", (base,), members)
@@ -162,7 +177,10 @@ def _answer(func: Any, found: Sequence[Guard], args: tuple[Any, ...], kwargs: di
         if func is torch.Tensor.copy_:
             return _copy_into(first, *args, **kwargs)
         if serving.is_host_read(func, args, kwargs):
-            return getattr(serving.host_copy(args[0], _served(first)), func.__name__)(*args[1:], **kwargs)
+            return getattr(_host(args[0], serving.host_copy), func.__name__)(*args[1:], **kwargs)
+        device = serving.copy_device(func, args, kwargs)
+        if device is not None:
+            return _device_copy(first, device, args[0], *(args[1:] if func is torch.Tensor.to else ()), **kwargs)
     what = f"{getattr(func, '__name__', func)} needs the memory of"
     if not found:
         raise OffloadedTensorError(f"{what} an offloaded tensor, handed over in a container. Call reload() first")
@@ -201,20 +219,64 @@ def _served(guard: Guard) -> Entry:
     return guard.entry
 
 
+def _entry_of(tensor: torch.Tensor) -> Entry | None:
+    """The entry of its storage, if that is offloaded."""
+    entry = None if is_whole(tensor) else ledger.entry_of(storage_of(tensor))
+    return entry if entry is not None and entry.offloaded else None
+
+
 def _alias(source: Guard, tensor: torch.Tensor) -> torch.Tensor:
     """Guard an alias that was made while offloaded."""
+    for part in parts_of(tensor):
+        entry = ledger.entry_of(storage_of(part.tensor))
+        if part.tensor is not tensor and entry is not None and guard_of(part.tensor) is None:
+            Guard(part.tensor, source.name, entry, is_new=True)
+    if type(tensor) in _bases:  # some classes make their aliases of type(self)
+        tensor.__class__ = _bases[type(tensor)]
     Guard(tensor, source.name, source.entry, is_new=True)
     return tensor
 
 
+def _host(tensor: torch.Tensor, make: Callable[[torch.Tensor, Entry], torch.Tensor]) -> torch.Tensor:
+    """A host tensor like this one. For each tensor with memory, ``make`` gives what stands for it if it is offloaded; what is
+    resident is copied."""
+    found = guard_of(tensor)
+    entry = _entry_of(tensor) if found is None else _served(found)
+    if is_whole(tensor):
+        try:
+            return rebuilt(tensor, type(tensor) if found is None else found.cls, lambda inner: _host(inner, make))
+        except TypeError as error:
+            if found is None:
+                raise
+            raise refusal(f"{error}, so a host read cannot be served for", found.name, found.entry) from error
+    return tensor.to("cpu", copy=True) if entry is None else make(tensor, entry)
+
+
+def _device_copy(guard: Guard, device: torch.device, tensor: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+    """A fresh tensor with the values on a device, in the dtype of these arguments of `to`; waits for the copy."""
+    if torch.is_grad_enabled() and tensor.requires_grad:
+        raise refusal("autograd would record the copy (detach() first, or use torch.no_grad()) of", guard.name, guard.entry)
+    dtype = torch._C._nn._parse_to(*args, **{key: value for key, value in kwargs.items() if key in ("dtype", "other")})[1]
+    return _host(tensor, serving.mirror_view).to(device, dtype, copy=True)
+
+
 def _copy_into(guard: Guard, tensor: torch.Tensor, source: Any, non_blocking: bool = False) -> torch.Tensor:  # noqa: ARG001
-    entry = _served(guard)
-    if entry.slot is None:
-        raise refusal("copy_ would write what was discarded,", guard.name, entry)
+    views: list[tuple[Entry, torch.Tensor]] = []
+
+    def writable(part: torch.Tensor, entry: Entry) -> torch.Tensor:
+        if entry.slot is None:
+            raise refusal("copy_ would write what was discarded,", guard.name, entry)
+        views.append((entry, serving.slot_view(part, entry)))
+        return views[-1][1]
+
+    if tensor.layout is not torch.strided:
+        raise refusal(f"copy_ into the layout {tensor.layout} is not possible on", guard.name, guard.entry)
     if torch.is_grad_enabled() and (tensor.requires_grad or source.requires_grad):
-        raise refusal("copy_ is recorded by autograd (write under torch.no_grad()) on", guard.name, entry)
-    other = guard_of(source)
-    serving.write(tensor, entry, source if other is None else serving.host_copy(source, _served(other)))
+        raise refusal("copy_ is recorded by autograd (write under torch.no_grad()) on", guard.name, guard.entry)
+    target = _host(tensor, writable)
+    if len(views) < sum(part.tensor.numel() > 0 for part in parts_of(tensor)):
+        raise refusal("copy_ would write a part that is resident and one that is not of", guard.name, guard.entry)
+    serving.write(target, views, source if guard_of(source) is None else _host(source, serving.host_copy))
     return tensor
 
 
@@ -253,10 +315,10 @@ def _reduce_ex(self: torch.Tensor, protocol: Any) -> Any:
     with ledger.LOCK:
         found = guard_of(self)
         if found is not None and found.entry.holds_tensors():
-            host: Any = serving.host_view(self, _served(found).export())
+            host: Any = _host(self, lambda part, entry: serving.host_view(part, entry.export()))
             host.requires_grad_(self.requires_grad)
             host.__class__ = found.cls
-            host.__dict__.update({key: value for key, value in self.__dict__.items() if key != _TAG})
+            host.__dict__.update({key: value for key, value in self.__dict__.items() if key not in (_TAG, *host.__dict__)})
             return host.__reduce_ex__(protocol)
         if found is not None:
             found.lift()

@@ -13,32 +13,35 @@ from . import device as devices
 from . import ledger
 from .errors import MirrorMismatchError, SharedStorageError, UnsupportedTargetError
 from .ledger import Entry, Key
+from .parts import Part, parts_of
 from .report import LeftRow
 from .storage import Holding, Verdict, advice, examine
 from .strategies.base import Claim, Strategy
-from .tensors import Storage, address_of, attribute, gradient_of, has_memory, nbytes_of_parts, storage_of
+from .tensors import Storage, address_of, attribute, gradient_of, has_memory, storage_of
 from .transfer import Move
 
-_WRAPS = "it wraps other tensors, and no strategy here reaches into it (pass a Strategy that claims those)"
+_WRAPS = "it wraps other tensors without saying which (torch_offload.parts.register says so for a class)"
 _STRICTEST_FIRST = ("raise", "leave", "guard", "free")
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Named:
-    """A claim, the strategy that made it, and its full name."""
+    """A part of what is claimed, the strategy that claims it, and its full name."""
 
     strategy: Strategy
     claim: Claim
+    part: Part
     name: str
 
     @property
     def key(self) -> Key:
-        """What the claim is called within its target, whatever other targets are named with it."""
-        return (0 if self.claim.of is None else id(self.claim.of), self.claim.name)
+        """What it is called within its target, whatever other targets are named with it."""
+        return (0 if self.claim.of is None else id(self.claim.of), f"{self.claim.name}{self.part.suffix}")
 
     def tensors(self) -> list[torch.Tensor]:
-        """The claimed tensor and the one that it belongs to."""
-        return [self.claim.tensor] if self.claim.of is None else [self.claim.tensor, self.claim.of]
+        """The tensor with the memory, the claimed one around it, and the one that it belongs to."""
+        every = (self.part.tensor, self.claim.tensor, self.claim.of)
+        return list({id(each): each for each in every if each is not None}.values())
 
 
 @dataclasses.dataclass(eq=False)
@@ -90,12 +93,17 @@ class Planned:
 
     def known(self) -> list[torch.Tensor]:
         """The tensors on it, and the leaves whose gradients are on it."""
-        return [*(named.claim.tensor for named in self.claims), *self.aliases, *self.leaves]
+        return [*(tensor for named in self.claims for tensor in named.tensors()), *self.aliases, *self.leaves]
+
+    def hidden(self) -> int:
+        """How many holders are no tensor objects, but inside of tensors that are claimed."""
+        return sum({id(named.claim.tensor): named.part.hidden for named in self.claims}.values())
 
     def move(self, verdict: Verdict) -> Move:
         """How to offload it, guarding the aliases that the checker found as well."""
         names = {id(named.claim.tensor): named.name for named in self.claims}
-        tensors = [(named.claim.tensor, named.name) for named in self.claims]
+        tensors = [(named.part.tensor, named.name) for named in self.claims]
+        tensors += [(named.claim.tensor, named.name.removesuffix(named.part.suffix)) for named in self.claims]
         tensors += [(alias, self.name) for alias in (*self.aliases, *verdict.aliases)]
         gradients = [(leaf, "grad", names.get(id(gradient_of(leaf)), self.name)) for leaf in (*self.leaves, *verdict.leaves)]
         gradients += [
@@ -138,8 +146,9 @@ class Plan:
         for named in self.claims:
             storage = _storage(named)
             if storage is None:
-                layout, nbytes = named.claim.tensor.layout, nbytes_of_parts(named.claim.tensor)
-                self._add_elsewhere(named, nbytes, f"its layout is {layout}: it has no single storage")
+                tensor = named.part.tensor
+                nbytes = tensor.numel() * tensor.element_size()
+                self._add_elsewhere(named, nbytes, f"its layout is {tensor.layout}: it has no single storage")
             elif devices.covers(device, storage.device):
                 self._add(storage, named)
             elif not named.claim.host:
@@ -154,9 +163,10 @@ class Plan:
         leaves += [each for strategy in strategies for each in strategy.leaves()]
         for leaf in {id(each): each for each in leaves}.values():
             gradient = gradient_of(leaf)
-            planned = None if gradient is None else self.storages.get(address_of(gradient))
-            if planned is not None:
-                planned.leaves.append(leaf)
+            for part in () if gradient is None else parts_of(gradient):
+                planned = self.storages.get(address_of(part.tensor))
+                if planned is not None:
+                    planned.leaves.append(leaf)
 
     def _add_elsewhere(self, named: Named, nbytes: int, reason: str) -> None:
         self.elsewhere.append(LeftRow(named.name, nbytes, reason))
@@ -204,7 +214,7 @@ class Plan:
         for named in self.claims:
             if named.claim.component != "params" or "params" not in components:
                 continue
-            tensor = named.claim.tensor
+            tensor = named.part.tensor
             now = (tensor.numel() * tensor.element_size(), tensor.dtype)
             then = known.setdefault((id(named.strategy), named.name), now)
             if then != now:
@@ -223,10 +233,10 @@ class Plan:
         for each in planned:
             if not has_memory(each.storage):
                 raise UnsupportedTargetError(
-                    f"{each.name!r} is a {type(each.claims[0].claim.tensor).__name__}, whose storage has no memory: {_WRAPS}. "
+                    f"{each.name!r} is a {type(each.claims[0].part.tensor).__name__}, whose storage has no memory: {_WRAPS}. "
                     "Nothing was touched"
                 )
-        verdicts = examine([(each.storage, each.known()) for each in planned])
+        verdicts = examine([(each.storage, each.known(), each.hidden()) for each in planned])
         moves, left = [], []
         for each, verdict in zip(planned, verdicts, strict=True):
             if _may_go(each.shared, verdict.holding):
@@ -261,7 +271,8 @@ def _named(strategies: Iterable[Strategy]) -> Iterator[Named]:
                 f"{type(strategy).__name__} claims {'.'.join(parts)!r} for the component {claim.component!r}, which is not in "
                 f"its components {strategy.components}"
             )
-        yield Named(strategy, claim, ".".join(parts))
+        for part in _parts(claim, ".".join(parts)):
+            yield Named(strategy, claim, part, f"{'.'.join(parts)}{part.suffix}")
 
 
 def _claims(strategy: Strategy) -> list[Claim]:
@@ -271,13 +282,18 @@ def _claims(strategy: Strategy) -> list[Claim]:
     return claims
 
 
+def _parts(claim: Claim, name: str) -> list[Part]:
+    """The tensors with memory that a claim is about."""
+    if not isinstance(claim.tensor, torch.Tensor):
+        raise UnsupportedTargetError(f"{name!r} is a {type(claim.tensor).__name__}, not a tensor. Nothing was touched")
+    if problem := _unsupported(claim.tensor):
+        raise UnsupportedTargetError(f"{name!r} {problem}. Nothing was touched")
+    return parts_of(claim.tensor)
+
+
 def _storage(named: Named) -> Storage | None:
-    """The storage that the claim's bytes are in; None where there is no single one."""
-    tensor = named.claim.tensor
-    if not isinstance(tensor, torch.Tensor):
-        raise UnsupportedTargetError(f"{named.name!r} is a {type(tensor).__name__}, not a tensor. Nothing was touched")
-    if problem := _unsupported(tensor):
-        raise UnsupportedTargetError(f"{named.name!r} {problem}. Nothing was touched")
+    """The storage that the part's bytes are in; None where there is no single one."""
+    tensor = named.part.tensor
     return storage_of(tensor) if attribute(tensor, "layout") is torch.strided else None
 
 
@@ -288,6 +304,4 @@ def _unsupported(tensor: torch.Tensor) -> str | None:
     is_meta = attribute(tensor, "is_meta")
     if is_meta or (fake is not None and isinstance(tensor, fake)):
         return f"is a {'meta' if is_meta else 'fake'} tensor and has no memory to offload. Materialise it (to_empty) first"
-    if torch.utils._python_dispatch.is_traceable_wrapper_subclass(tensor):
-        return f"is a {type(tensor).__name__}: {_WRAPS}"
     return None

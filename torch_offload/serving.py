@@ -1,11 +1,12 @@
 """What an offloaded tensor may be asked, and how the mirror answers.
 
-Metadata needs no memory. Host reads get a copy, `copy_` writes the mirror and its checksum; there is nothing else.
+Metadata needs no memory. Host reads get a copy, `clone()` and `to(device)` a fresh one on a device, and `copy_` writes the
+mirror and its checksum; there is nothing else.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -36,7 +37,7 @@ METADATA = {
         "size dim numel stride storage_offset is_contiguous element_size is_floating_point is_complex __hash__ __len__ "
         "requires_grad_ register_hook register_post_accumulate_grad_hook retain_grad nelement ndimension is_shared "
         "is_pinned is_inference _is_view has_names is_conj is_neg is_signed get_device is_same_size is_set_to __dir__ "
-        "dim_order"
+        "dim_order _nnz sparse_dim dense_dim is_coalesced"
     ),
     *_members("is_floating_point is_complex numel is_same_size is_conj is_neg is_inference is_signed get_device", on=torch),
 }
@@ -44,6 +45,7 @@ ALIASES = {_Tensor.detach, torch.detach, _Tensor.data.__get__, _Tensor.view_as}
 HOST_READS = set(_members("cpu numpy tolist item __array__ __bool__ __int__ __float__ __index__ __complex__"))
 # Methods that never ask `__torch_function__` and would move the memory from under the mirror, or read what is not there.
 UNSEEN = (
+    "__deepcopy__",
     "set_",
     "as_subclass",
     "record_stream",
@@ -71,9 +73,24 @@ def is_host_read(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bo
     return func in HOST_READS or (func is _Tensor.to and _goes_to_host(*args[1:], **kwargs))
 
 
-def _goes_to_host(*args: Any, copy: bool = False, **kwargs: Any) -> bool:  # noqa: ARG001  (a copy is made anyway)
-    device = torch._C._nn._parse_to(*args, **kwargs)[0]
+def copy_device(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.device | None:
+    """The device that this call wants a copy on; None if it wants something else."""
+    if func in (_Tensor.clone, torch.clone):
+        own: torch.device = args[0].device
+        return own
+    if func is _Tensor.cuda:
+        return torch.device("cuda" if len(args) < 2 else args[1])
+    return _device_in(*args[1:], **kwargs) if func is _Tensor.to else None
+
+
+def _goes_to_host(*args: Any, **kwargs: Any) -> bool:
+    device = _device_in(*args, **kwargs)
     return device is not None and device.type == "cpu"
+
+
+def _device_in(*args: Any, copy: bool = False, **kwargs: Any) -> torch.device | None:  # noqa: ARG001  (a copy is made anyway)
+    found: torch.device | None = torch._C._nn._parse_to(*args, **kwargs)[0]
+    return found
 
 
 def host_view(tensor: torch.Tensor, storage: Storage) -> torch.Tensor:
@@ -89,25 +106,39 @@ def host_view(tensor: torch.Tensor, storage: Storage) -> torch.Tensor:
 
 def host_copy(tensor: torch.Tensor, entry: Entry) -> torch.Tensor:
     """The tensor's values as an independent host tensor of the same geometry."""
-    return host_view(tensor, entry.host_storage()).clone()
+    return mirror_view(tensor, entry).clone()
 
 
-def write(tensor: torch.Tensor, entry: Entry, source: torch.Tensor) -> None:
-    """`tensor.copy_(source)` into the mirror and its checksum; waits for the copy.
+def mirror_view(tensor: torch.Tensor, entry: Entry) -> torch.Tensor:
+    """A host tensor with the tensor's geometry and values that shares the mirror's memory: to be read at once."""
+    return host_view(tensor, entry.host_storage())
 
-    Sums over rows add up, so only the rows that the tensor lies in are summed again.
-    """
+
+def slot_view(tensor: torch.Tensor, entry: Entry) -> torch.Tensor:
+    """A host tensor with the tensor's geometry over the mirror's own memory, to be written by `write`."""
     assert entry.slot is not None
-    target = host_view(tensor, entry.slot.bytes().untyped_storage())
-    if entry.checksum is None:
+    return host_view(tensor, entry.slot.bytes().untyped_storage())
+
+
+def write(target: torch.Tensor, views: Sequence[tuple[Entry, torch.Tensor]], source: torch.Tensor) -> None:
+    """`target.copy_(source)` into the mirrors and their checksums; waits for the copy.
+
+    Sums over rows add up, so only the rows that a tensor lies in are summed again.
+
+    Args:
+        target: a host tensor that consists of `slot_view`s.
+        views: those, each with its entry.
+        source: any tensor that can be copied there.
+    """
+    rests = [None if entry.checksum is None else entry.checksum - _checksum_of_rows(entry, view) for entry, view in views]
+    try:
         target.copy_(source)
-    else:
-        rest = entry.checksum - _checksum_of_rows(entry, target)
-        try:
-            target.copy_(source)
-        finally:
-            entry.checksum = checksum.wrapped(rest + _checksum_of_rows(entry, target))
-    entry.written()
+    finally:
+        for (entry, view), rest in zip(views, rests, strict=True):
+            if rest is not None:
+                entry.checksum = checksum.wrapped(rest + _checksum_of_rows(entry, view))
+    for entry, _ in views:
+        entry.written()
 
 
 def _checksum_of_rows(entry: Entry, view: torch.Tensor) -> int:

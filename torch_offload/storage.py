@@ -13,6 +13,7 @@ first is made loud by version counters (guard.py), the second by nobody.
 from __future__ import annotations
 
 import collections
+import contextlib
 import dataclasses
 import enum
 import gc
@@ -24,6 +25,7 @@ from typing import Any
 import torch
 
 from .errors import SharedStorageError, gib, listed
+from .parts import parts_of
 from .tensors import Storage, address_of, attribute, byte_view, gradient_of, plainly, storage_of
 
 # The verbs -------------------------------------------------------------------------------------------------------------
@@ -101,15 +103,15 @@ def is_exclusive(tensor: torch.Tensor, known: Iterable[torch.Tensor] = ()) -> Ve
         (<Holding.ALIASED: 'aliased'>, True)
 
     Args:
-        tensor: any tensor with a storage.
+        tensor: any tensor. Of one that consists of others, the verdict is about the one of those that is worst off.
         known: other tensors that the caller vouches for: those on the storage, and leaves whose gradient is on it.
 
     Returns:
         A `Verdict`, truthy or falsy, with reasons. Neither synchronises nor allocates on the device; may run the garbage
         collector, and a backward over nothing, when something is unexplained.
     """
-    (verdict,) = examine([(storage_of(tensor), [tensor, *known])])
-    return verdict
+    verdicts = examine([(storage_of(part.tensor), [part.tensor, tensor, *known], part.hidden) for part in parts_of(tensor)])
+    return max(verdicts, key=lambda verdict: list(Holding).index(verdict.holding))
 
 
 def check_exclusive(tensor: torch.Tensor, known: Iterable[torch.Tensor] = ()) -> None:
@@ -136,12 +138,13 @@ def advice(verdict: Verdict) -> str:
     }[verdict.holding]
 
 
-def examine(storages: Sequence[tuple[Storage, Sequence[torch.Tensor]]]) -> list[Verdict]:
-    """`is_exclusive` for many storages, each with its known tensors, at the cost of one look at the heap at most.
+def examine(storages: Sequence[tuple[Storage, Sequence[torch.Tensor], int]]) -> list[Verdict]:
+    """`is_exclusive` for many storages, each with its known tensors and the number of its other known holders, at the cost of
+    one look at the heap at most.
 
     A look costs 0.1 to 0.4 s. What it found is remembered for as long as that explains all holders.
     """
-    cases = [_Case(storage, known) for storage, known in storages]
+    cases = [_Case(storage, known, hidden) for storage, known, hidden in storages]
     doubtful = [case for case in cases if case.is_doubtful() and not case.remembered()]
     if doubtful:
         _look(doubtful)
@@ -159,8 +162,11 @@ def examine(storages: Sequence[tuple[Storage, Sequence[torch.Tensor]]]) -> list[
 class _Case:
     """One storage under examination."""
 
-    def __init__(self, storage: Storage, known: Sequence[torch.Tensor]) -> None:
+    def __init__(self, storage: Storage, known: Sequence[torch.Tensor], hidden: int) -> None:
         self.storage = storage
+        self.hidden = hidden
+        self.given = {id(tensor) for tensor in known}
+        self.wholes: dict[int, torch.Tensor] = {}  # found beyond the given ones: around tensors on it
         self.fixed = _not_resizable(storage)
         self.known = {id(tensor): tensor for tensor in known if address_of(tensor) == storage._cdata}
         self.known_leaves = {id(tensor): tensor for tensor in known if gradient_of(tensor) is not None}
@@ -182,7 +188,7 @@ class _Case:
     def unexplained(self) -> int | None:
         """Holders that nothing accounts for; None where this torch release keeps no count."""
         count = _use_count(self.storage)
-        return None if count is None else count - len(self.known | self.visible | self.quiet)
+        return None if count is None else count - self.hidden - len(self.known | self.visible | self.quiet)
 
     def has_unknown_leaf(self) -> bool:
         """Whether C++ refers to a tensor on the storage more often than the leaves and views explain that are known or found.
@@ -230,7 +236,7 @@ class _Case:
     def verdict(self) -> Verdict:
         if self.fixed is not None:
             return Verdict(Holding.NOT_RESIZABLE, (self.fixed,))
-        aliases = tuple({**self.visible, **self.quiet}.values())
+        aliases = tuple({**self.visible, **self.quiet, **self.wholes}.values())
         reasons, holding = [], Holding.EXCLUSIVE
         if others := [tensor for key, tensor in self.visible.items() if key not in self.owners]:
             holding = Holding.ALIASED
@@ -289,10 +295,17 @@ def _look(cases: Iterable[_Case]) -> None:
     for thing in gc.get_objects():
         kind = type(thing)
         if issubclass(kind, torch.Tensor):
-            case = by_storage.get(address_of(thing))
+            address = address_of(thing)
+            case = by_storage.get(address)
             if case is not None and id(thing) not in case.known:
                 case.visible[id(thing)] = thing
                 case.quiet.pop(id(thing), None)
+            if address == 0 or kind not in (torch.Tensor, torch.nn.Parameter):
+                with contextlib.suppress(Exception):  # of somebody's class
+                    for part in parts_of(thing):
+                        case = by_storage.get(address_of(part.tensor))
+                        if case is not None and id(thing) not in case.given:
+                            case.wholes[id(thing)] = thing
             if gradient_of(thing) is not None:
                 leaves.append(thing)
         elif issubclass(kind, torch.nn.Module):

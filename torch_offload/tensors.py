@@ -55,20 +55,3 @@ def has_memory(storage: Storage) -> bool:
         return storage.data_ptr() != 0
     except RuntimeError:  # torch guards invalid pointers
         return False
-
-
-_PARTS = {  # what tensors in these layouts consist of
-    torch.sparse_coo: ("_indices", "_values"),
-    torch.sparse_csr: ("crow_indices", "col_indices", "values"),
-    torch.sparse_bsr: ("crow_indices", "col_indices", "values"),
-    torch.sparse_csc: ("ccol_indices", "row_indices", "values"),
-    torch.sparse_bsc: ("ccol_indices", "row_indices", "values"),
-}
-
-
-def nbytes_of_parts(tensor: torch.Tensor) -> int:
-    """The size in bytes of a tensor that has no storage of its own (sparse layouts, mkldnn)."""
-    parts = _PARTS.get(attribute(tensor, "layout"))
-    if parts is None:
-        return int(tensor.numel() * tensor.element_size())
-    return sum(int(getattr(tensor.detach(), name)().nbytes) for name in parts)

@@ -20,6 +20,7 @@ import torch
 
 from . import checksum, device, host_memory, storage, transfer
 from .offloader import Offloader
+from .parts import parts_of
 from .report import Residency
 from .tensors import Storage, byte_view, storage_of
 
@@ -189,7 +190,7 @@ def assert_round_trip(*targets: Any, extra: Iterable[torch.Tensor] = (), cycles:
         AssertionError: a promise does not hold.
     """
     off = Offloader(*targets, **keywords)
-    claimed = [(named.name, named.claim.tensor) for named in off._scope.plan().claims]
+    claimed = [(named.name, named.part.tensor) for named in off._scope.plan().claims]
     portraits = [Portrait.of(tensor) for _, tensor in claimed if tensor.layout is torch.strided]
     portraits += [Portrait.of(tensor) for tensor in extra if tensor.layout is torch.strided]
     held: dict[int, tuple[Storage, int, set[str]]] = {}  # each storage, its size, and its names
@@ -220,8 +221,8 @@ def assert_round_trip(*targets: Any, extra: Iterable[torch.Tensor] = (), cycles:
 
 
 def is_away(tensor: torch.Tensor) -> bool:
-    """Whether the tensor's storage has no device memory now."""
-    return storage_of(tensor).nbytes() == 0
+    """Whether the tensor has no device memory now, nor the tensors that it consists of."""
+    return all(storage_of(part.tensor).nbytes() == 0 for part in parts_of(tensor))
 
 
 def mirrored_nbytes(*offs: Offloader) -> int:

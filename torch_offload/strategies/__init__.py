@@ -9,7 +9,8 @@ from typing import Any
 import torch
 
 from ..errors import UnsupportedTargetError
-from .base import Claim, Strategy, foreign
+from ..parts import foreign
+from .base import Claim, Strategy
 from .flat_buffer import FlatBufferStrategy
 from .megatron_optimizer import MegatronOptimizerStrategy
 from .optimizer import OptimizerStrategy

@@ -5,7 +5,6 @@ from __future__ import annotations
 import abc
 import copy
 import dataclasses
-import sys
 import weakref
 from collections.abc import Callable, Iterable
 from typing import Any, ClassVar, Literal, Self, get_args
@@ -132,12 +131,6 @@ class Strategy(abc.ABC):
             check: to be called by the hook with the name of the call; raises while something of the target is away.
         """
         return ()
-
-
-def foreign(where: str, name: str) -> Any:
-    """A class, as `isinstance` takes it: nothing is one where its module was never imported, or has no class of that name."""
-    found = getattr(sys.modules.get(where), name, None)
-    return found if isinstance(found, type) else ()
 
 
 def check_choice(keyword: str, value: object, choices: Iterable[object]) -> None:

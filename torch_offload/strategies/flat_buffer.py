@@ -11,10 +11,10 @@ import torch
 
 from ..errors import OffloadedTensorError, UnsupportedTargetError
 from ..tensors import address_of, byte_view, storage_of
+from ..walk import tensors_in
 from .base import Claim
 from .methods import refuse
 from .per_parameter import PerParameterStrategy
-from .walk import tensors_in
 
 _BUFFERS = ("buffers", "expert_parallel_buffers")
 _GROUPS = ("bucket_groups", "expert_parallel_bucket_groups")

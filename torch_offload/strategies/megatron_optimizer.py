@@ -8,11 +8,12 @@ from typing import Any
 import torch
 
 from ..errors import UnsupportedTargetError
+from ..parts import foreign
 from ..tensors import address_of, gradient_of
-from .base import Claim, Strategy, foreign
+from ..walk import tensors_in
+from .base import Claim, Strategy
 from .methods import refuse
 from .optimizer import hooks, parameter_names
-from .walk import tensors_in
 
 _METHODS = (  # that change something before they come to what is away, or would replace it
     "step",

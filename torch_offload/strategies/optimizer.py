@@ -8,8 +8,8 @@ from typing import Any
 import torch
 
 from ..errors import UnsupportedTargetError
+from ..walk import tensors_in
 from .base import Claim, Strategy
-from .walk import tensors_in
 
 
 class OptimizerStrategy(Strategy):

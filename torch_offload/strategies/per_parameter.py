@@ -8,6 +8,7 @@ from typing import Any, Literal, get_args
 import torch
 
 from ..errors import GradientsError, UnsupportedTargetError, listed
+from ..parts import carried_by
 from ..tensors import gradient_of
 from .base import Claim, Shared, Strategy, check_choice
 
@@ -58,14 +59,23 @@ class PerParameterStrategy(Strategy):
             raise UnsupportedTargetError(f"{type(self).__name__} takes a torch.nn.Module, not a {type(target).__name__}")
 
     def claims(self) -> Iterable[Claim]:
-        # unbound: some wrappers hide Module.buffers() behind an attribute of that name
-        for name, parameter in torch.nn.Module.named_parameters(self.target, remove_duplicate=False):
+        parameters = list(self.named_parameters())
+        for name, parameter in parameters:
             yield Claim(tensor=parameter, name=name, component="params")
+        for parameter in {id(parameter): parameter for _, parameter in parameters}.values():
             gradient = gradient_of(parameter)
             if gradient is not None:
                 yield Claim(tensor=gradient, name="grad", component="grads", of=parameter, discard=self.grads == "discard")
+        # unbound: some wrappers hide Module.buffers() behind an attribute of that name
         for name, buffer in torch.nn.Module.named_buffers(self.target, remove_duplicate=False):
             yield Claim(tensor=buffer, name=name, component="buffers")
+        for name, part in torch.nn.Module.named_modules(self.target):
+            for attribute, tensor in carried_by(part):
+                yield Claim(tensor=tensor, name=f"{name}.{attribute}" if name else attribute, component="params")
+
+    def named_parameters(self) -> Iterator[tuple[str, torch.nn.Parameter]]:
+        """The parameters under all their names."""
+        return torch.nn.Module.named_parameters(self.target, remove_duplicate=False)
 
     def check(self, components: frozenset[str]) -> None:
         for name, parameter in torch.nn.Module.named_parameters(self.target):
@@ -88,6 +98,6 @@ class PerParameterStrategy(Strategy):
 
     def gradients(self) -> Iterator[str]:
         """The names of what holds a gradient now."""
-        for name, parameter in torch.nn.Module.named_parameters(self.target):
+        for name, parameter in {id(parameter): (name, parameter) for name, parameter in self.named_parameters()}.values():
             if gradient_of(parameter) is not None:
                 yield f"{name}.grad"

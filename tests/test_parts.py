@@ -1,0 +1,369 @@
+"""Tensors that consist of others: wrapper subclasses, sparse tensors, and what carries tensors in attributes."""
+
+from __future__ import annotations
+
+import copy
+import io
+import sys
+import types
+import warnings
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from torch_offload import OffloadedTensorError, Offloader, PerParameterStrategy, UnsupportedTargetError, offloaded, parts
+from torch_offload import reload as reload_tensor
+from torch_offload.parts import parts_of
+from torch_offload.storage import is_exclusive
+from torch_offload.tensors import storage_of
+from torch_offload.testing import assert_round_trip, is_away
+
+pytestmark = [
+    pytest.mark.xdist_group("parts"),
+    pytest.mark.filterwarnings("ignore:Sparse .* tensor support is in beta:UserWarning"),
+]
+
+with warnings.catch_warnings():
+    warnings.simplefilter("ignore")
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor import Shard, distribute_tensor
+
+
+class Pair(torch.Tensor):
+    """A wrapper subclass: the sum of two tensors, of which one may be a wrapper again."""
+
+    @staticmethod
+    def __new__(cls, one: torch.Tensor, two: torch.Tensor) -> Pair:
+        made = torch.Tensor._make_wrapper_subclass(cls, one.shape, dtype=one.dtype, device=one.device)
+        made.one, made.two = one, two
+        return made
+
+    def __tensor_flatten__(self) -> tuple[list[str], None]:
+        return ["one", "two"], None
+
+    @classmethod
+    def __tensor_unflatten__(cls, inner: dict[str, torch.Tensor], _context: None, _size: Any, _stride: Any) -> Pair:
+        return cls(inner["one"], inner["two"])
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        def pick(which: str) -> Any:
+            return [getattr(each, which) if isinstance(each, Pair) else each for each in args]
+
+        out = [func(*pick(which), **(kwargs or {})) for which in ("one", "two")]
+        if func is torch.ops.aten.copy_.default:
+            return args[0]
+        return cls(*out) if all(isinstance(each, torch.Tensor) for each in out) else out[0]
+
+
+@pytest.fixture
+def ranks(device: str) -> Iterator[None]:
+    torch.distributed.init_process_group("nccl" if device == "cuda" else "gloo", store=torch.distributed.HashStore(), rank=0,
+                                         world_size=1)  # fmt: skip
+    yield
+    torch.distributed.destroy_process_group()
+
+
+def distributed(device: str) -> nn.Module:
+    module = nn.Module()
+    mesh = init_device_mesh(device, (1,))
+    module.weight = nn.Parameter(distribute_tensor(torch.randn(6, 4, device=device), mesh, [Shard(0)]))
+    (module.weight * 2).sum().backward()
+    return module
+
+
+def pair(device: str) -> nn.Module:
+    module = nn.Module()
+    inner = Pair(torch.randn(5, device=device), torch.randn(5, device=device))
+    module.weight = nn.Parameter(Pair(torch.randn(5, device=device), inner), requires_grad=False)
+    return module
+
+
+def sparse(device: str) -> nn.Module:
+    module = nn.Embedding(10, 4, sparse=True, device=device)
+    module(torch.tensor([1, 2, 2], device=device)).sum().backward()
+    module.register_buffer("rows", torch.eye(3, device=device).to_sparse_csr())
+    module.register_buffer("columns", torch.eye(3, device=device).to_sparse_csc())
+    module.register_buffer("blocks", torch.eye(4, device=device).to_sparse_bsr((2, 2)))
+    return module
+
+
+MODULES: dict[str, Callable[[str], nn.Module]] = {"DTensor": distributed, "nested wrapper": pair, "sparse": sparse}
+
+
+def members(module: nn.Module) -> list[torch.Tensor]:
+    grads = [parameter.grad for parameter in module.parameters() if parameter.grad is not None]
+    return [*module.parameters(), *grads, *module.buffers()]
+
+
+def content(tensors: Iterable[torch.Tensor]) -> list[torch.Tensor]:
+    """Host copies of what these consist of."""
+    return [part.tensor.detach().cpu().clone() for tensor in tensors for part in parts_of(tensor)]
+
+
+@pytest.mark.usefixtures("ranks")
+@pytest.mark.parametrize("which", MODULES)
+def test_all_that_is_inside_goes_and_comes_back(device: str, which: str) -> None:
+    module = MODULES[which](device)
+    before = content(members(module))
+    storages = {storage_of(part.tensor)._cdata: storage_of(part.tensor) for each in members(module) for part in parts_of(each)}
+    wanted = sum(each.nbytes() for each in storages.values())
+    assert_round_trip(module, device=device)
+    with offloaded(module, device=device) as off:
+        assert off.report.nbytes == wanted > 0
+        assert not off.report.left
+        assert not any(each.nbytes() for each in storages.values())
+    assert all(map(torch.equal, before, content(members(module))))
+    assert [type(each).__name__.startswith("Offloaded") for each in members(module)] == [False] * len(members(module))
+
+
+@pytest.mark.usefixtures("ranks")
+@pytest.mark.parametrize("which", MODULES)
+def test_the_whole_and_what_is_inside_raise_by_name(device: str, which: str) -> None:
+    module = MODULES[which](device)
+    insides = [part.tensor for each in members(module) for part in parts_of(each) if which != "sparse"]
+    inner = insides[0] if insides else None
+    with offloaded(module, device=device, name="actor"):
+        for each in [*members(module), *insides]:
+            for use in (lambda t: t + 1, lambda t: t.sum(), lambda t: torch.mul(t, t), lambda t: t.add_(1), copy.deepcopy):
+                with pytest.raises(OffloadedTensorError, match=r"'actor\."):
+                    use(each)
+        if inner is not None:
+            with pytest.raises(OffloadedTensorError, match=r"'actor\.weight\.(_local_tensor|one)'"):
+                inner.sum()
+        with pytest.raises(OffloadedTensorError, match=r"'actor\.weight'"):
+            module.weight.sum()
+        assert repr(module.weight).startswith("<offloaded")
+
+
+@pytest.mark.usefixtures("ranks")
+@pytest.mark.parametrize("which", MODULES)
+def test_it_is_read_and_saved_from_the_mirror(device: str, which: str) -> None:
+    module = MODULES[which](device)
+    wanted = content(members(module))
+    with offloaded(module, device=device):
+        read = content(each.cpu() for each in members(module))
+        file = io.BytesIO()
+        torch.save([each.detach() for each in members(module)], file)
+        with torch.no_grad():
+            fresh = [each.to(device) for each in members(module)] if device != "cpu" else []
+            copies = [each.clone() for each in members(module)]
+        assert not any(map(is_away, [*fresh, *copies]))
+    file.seek(0)
+    saved = content(torch.load(file, weights_only=False))
+    for found in (read, saved, content(copies), *([content(fresh)] if fresh else [])):
+        assert len(found) == len(wanted)
+        assert all(map(torch.equal, found, wanted))
+
+
+@pytest.mark.usefixtures("ranks")
+@pytest.mark.parametrize("which", ["DTensor", "nested wrapper"])
+def test_loading_writes_the_mirror(device: str, which: str) -> None:
+    module, other = MODULES[which](device), MODULES[which](device)
+    saved = {name: tensor.detach().clone() for name, tensor in other.state_dict().items()}
+    with offloaded(module, device=device):
+        module.load_state_dict(saved)
+        assert is_away(module.weight)
+    assert all(map(torch.equal, content([module.weight]), content([other.weight])))
+
+
+def test_copying_into_a_sparse_tensor_is_refused(device: str) -> None:
+    module = sparse(device)
+    refused = pytest.raises(OffloadedTensorError, match=r"copy_ into the layout torch\.sparse_csr.*'Embedding\.rows'")
+    with offloaded(module, device=device), refused:
+        module.rows.copy_(module.rows.cpu())
+
+
+def test_a_whole_stays_loud_until_the_last_of_its_parts_is_back(device: str) -> None:
+    one, two = torch.ones(3, device=device), torch.ones(3, device=device)
+    module = nn.Module()
+    module.weight = nn.Parameter(Pair(one, two), requires_grad=False)
+    off = Offloader(module, device=device)
+    off.offload()
+    for part in (one, two):
+        with pytest.raises(OffloadedTensorError, match="weight"):
+            module.weight + 1
+        reload_tensor(part)
+    assert bool((module.weight + 1).one.eq(2).all())
+    off.close()
+
+
+def test_other_wholes_around_the_same_memory_are_found_and_guarded(device: str) -> None:
+    one, two = torch.ones(3, device=device), torch.ones(3, device=device)
+    module = nn.Module()
+    module.weight = nn.Parameter(Pair(one, two), requires_grad=False)
+    alias, mixed = module.weight.detach(), Pair(one[:2], torch.zeros(2, device=device))
+    with offloaded(module, device=device) as off:
+        assert not off.report.left
+        for other in (alias, mixed):
+            with pytest.raises(OffloadedTensorError, match=r"'Module\.weight\.one'"):
+                other + 1
+    assert bool((mixed + 1).one.eq(2).all())
+    assert [type(each) for each in (alias, mixed)] == [Pair, Pair]
+
+
+def test_the_verdict_on_a_whole_is_that_on_its_worst_part(device: str) -> None:
+    whole = Pair(torch.ones(3, device=device), torch.ones(3, device=device))
+    assert is_exclusive(whole)
+    alias = whole.two.view(-1)
+    assert "other tensors on it" in str(is_exclusive(whole))
+    assert is_exclusive(whole, known=[alias])
+    rows = torch.eye(3, device=device).to_sparse_csr()
+    assert is_exclusive(rows)
+
+
+# What carries tensors in attributes --------------------------------------------------------------------------------------
+
+
+class Scaled(nn.Parameter):
+    """A parameter with a scale beside it."""
+
+
+@pytest.fixture
+def scaled_is_known() -> Iterator[None]:
+    parts.register(__name__, "Scaled", lambda tensor: [("scale", tensor.scale)])
+    yield
+    del parts._registered[__name__, "Scaled"]
+
+
+@pytest.mark.usefixtures("scaled_is_known")
+def test_a_class_of_ones_own_can_be_registered(device: str) -> None:
+    module = nn.Module()
+    module.weight = Scaled(torch.ones(4, device=device), requires_grad=False)
+    module.weight.scale = torch.ones(2, device=device)
+    assert_round_trip(module, device=device)
+    with offloaded(module, device=device):
+        with pytest.raises(OffloadedTensorError, match=r"'Module\.weight\.scale'"):
+            module.weight.scale * 2
+        with pytest.raises(OffloadedTensorError, match=r"'Module\.weight'"):
+            module.weight * 2
+
+
+def test_a_wrapper_that_does_not_say_what_it_wraps_is_refused(device: str) -> None:
+    class Closed(torch.Tensor):
+        @staticmethod
+        def __new__(cls, inside: torch.Tensor) -> Closed:
+            made = torch.Tensor._make_wrapper_subclass(cls, inside.shape, dtype=inside.dtype, device=inside.device)
+            made.inside = inside
+            return made
+
+        @classmethod
+        def __torch_dispatch__(cls, *_: Any) -> Any:
+            return NotImplemented
+
+    module = nn.Module()
+    module.register_buffer("closed", Closed(torch.ones(3, device=device)))
+    off = Offloader(module, device=device)
+    with pytest.raises(UnsupportedTargetError, match=r"'Module\.closed' is a Closed.*parts\.register"):
+        off.offload()
+
+
+def test_bitsandbytes(device: str) -> None:
+    bitsandbytes = pytest.importorskip("bitsandbytes", exc_type=ImportError)
+    nested = bitsandbytes.nn.Linear4bit(64, 64, quant_type="nf4", compute_dtype=torch.float32).to(device)
+    state = nested.weight.quant_state
+    eight = bitsandbytes.nn.Linear8bitLt(64, 64, has_fp16_weights=False).to(device)
+    inputs = torch.ones(2, 64, device=device)
+    wanted = [layer(inputs).detach() for layer in (nested, eight)]
+    hidden = [state.absmax, state.code, state.offset, state.state2.absmax, state.state2.code, eight.state.CB, eight.state.SCB]
+    model = nn.Sequential(nested, eight)
+    saved = {key: value.clone() for key, value in nested.state_dict().items()}
+    for _ in range(2):
+        with offloaded(model, device=device) as off:
+            assert not off.report.left
+            assert all(map(is_away, hidden))
+            with pytest.raises(OffloadedTensorError, match=r"'Sequential\."):
+                nested(inputs)
+            again = {key: value.cpu() for key, value in nested.state_dict().items()}
+            nested.weight.cpu()
+        assert nested.weight.quant_state is state
+    assert state.absmax is hidden[0]
+    assert saved.keys() == again.keys()
+    assert all(torch.equal(saved[key].cpu(), again[key]) for key in saved)
+    assert all(torch.equal(layer(inputs), value) for layer, value in zip((nested, eight), wanted, strict=True))
+    optimizer = bitsandbytes.optim.AdamW8bit([torch.nn.Parameter(torch.ones(128, 128, device=device))], min_8bit_size=16)
+    optimizer.param_groups[0]["params"][0].grad = torch.ones(128, 128, device=device)
+    optimizer.step()
+    assert_round_trip(optimizer, device=device)
+    with offloaded(optimizer, device=device):
+        assert all(map(is_away, (each for each in optimizer.state[optimizer.param_groups[0]["params"][0]].values()
+                                 if isinstance(each, torch.Tensor) and each.device.type == device)))  # fmt: skip
+
+
+@pytest.mark.parametrize("config", ["Int8WeightOnlyConfig", "Float8WeightOnlyConfig"])
+def test_torchao(device: str, config: str) -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        quantization = pytest.importorskip("torchao.quantization", exc_type=ImportError)
+        model = nn.Sequential(nn.Linear(64, 64, device=device))
+        quantization.quantize_(model, getattr(quantization, config)())
+    inputs = torch.ones(2, 64, device=device)
+    wanted = model(inputs).detach()
+    assert_round_trip(model, device=device)
+    assert torch.equal(model(inputs), wanted)
+    other = copy.deepcopy(model)
+    with offloaded(model, device=device):
+        with pytest.raises(OffloadedTensorError, match=r"'Sequential\.0\.weight'"):
+            model(inputs)
+        file = io.BytesIO()
+        torch.save(model.state_dict(), file)
+        model.load_state_dict(other.state_dict())
+    file.seek(0)
+    other.load_state_dict(torch.load(file, weights_only=False))
+    assert torch.equal(other(inputs), wanted)
+    assert torch.equal(model(inputs), wanted)
+
+
+class StandIn(torch.Tensor):
+    """As TransformerEngine's Float8Tensor is built (2.x, transformer_engine/pytorch/tensor/float8_tensor.py): a wrapper
+    without `__tensor_flatten__`, whose data, transpose and scale stand in attributes, and whose quantiser has tensors too.
+
+    It says nothing of TransformerEngine's kernels, which take the attributes' pointers in C++.
+    """
+
+    @staticmethod
+    def __new__(cls, data: torch.Tensor) -> StandIn:
+        made = torch.Tensor._make_wrapper_subclass(cls, data.shape, dtype=torch.bfloat16, device=data.device)
+        made._data, made._transpose, made._transpose_invalid = data, data.t().contiguous(), False
+        made._scale_inv = torch.ones(1, device=data.device)
+        made._quantizer = types.SimpleNamespace(
+            scale=torch.ones(1, device=data.device), amax=torch.zeros(1, device=data.device)
+        )
+        return made
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.ops.aten.detach.default:
+            return cls(args[0]._data)
+        raise NotImplementedError(func)
+
+
+def test_tensors_like_those_of_transformer_engine(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    name = "transformer_engine.pytorch.tensor.quantized_tensor"
+    monkeypatch.setitem(sys.modules, name, types.SimpleNamespace(QuantizedTensor=StandIn))
+    weight = StandIn(torch.ones(4, 4, dtype=torch.uint8, device=device))
+    inside = [weight._data, weight._transpose, weight._scale_inv, weight._quantizer.scale, weight._quantizer.amax]
+    module = nn.Module()
+    module.register_buffer("weight", weight)
+    assert_round_trip(module, device=device)
+    with offloaded(module, device=device):
+        assert all(map(is_away, inside))
+        for each in (weight, *inside):
+            with pytest.raises(OffloadedTensorError, match=r"'Module\.weight"):
+                each + 1
+        with pytest.raises(OffloadedTensorError, match=r"__tensor_unflatten__.*'Module\.weight'"):
+            weight.cpu()
+    assert type(weight) is StandIn
+    assert [weight._data, weight._transpose] == inside[:2] or weight._data is inside[0]
+
+
+def test_a_frozen_quantised_base_copies_once(device: str) -> None:
+    module = pair(device)
+    off = Offloader(PerParameterStrategy(module, read_only=True), device=device)
+    assert off.offload().copied_nbytes == 5 * 3 * 4
+    off.reload()
+    assert off.offload().copied_nbytes == 0
+    off.close()
