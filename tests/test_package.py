@@ -29,7 +29,7 @@ LAYERS = [
     {"host_memory", "storage"},
     {"mirror", "strategies.base", "strategies.methods"},
     {"ledger", "strategies.per_parameter", "strategies.optimizer"},
-    {"serving", "strategies.flat_buffer", "strategies.megatron_optimizer"},
+    {"serving", "strategies.flat_buffer", "strategies.fsdp2", "strategies.megatron_optimizer"},
     {"guard", "strategies"},
     {"barriers"},
     {"transfer"},

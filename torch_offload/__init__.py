@@ -18,6 +18,7 @@ from .report import LeftRow, MirrorRow, Residency, TransitionReport
 from .strategies import (
     Claim,
     FlatBufferStrategy,
+    FSDP2Strategy,
     MegatronOptimizerStrategy,
     OptimizerStrategy,
     PerParameterStrategy,
@@ -31,6 +32,7 @@ __version__ = "0.1.0"
 __all__ = [
     "Claim",
     "DeviceMemoryError",
+    "FSDP2Strategy",
     "FlatBufferStrategy",
     "GradientsError",
     "HostMemoryError",

@@ -12,12 +12,14 @@ from ..errors import UnsupportedTargetError
 from ..parts import foreign
 from .base import Claim, Strategy
 from .flat_buffer import FlatBufferStrategy
+from .fsdp2 import FSDP2Strategy
 from .megatron_optimizer import MegatronOptimizerStrategy
 from .optimizer import OptimizerStrategy
-from .per_parameter import PerParameterStrategy
+from .per_parameter import PerParameterStrategy, is_sharded
 
 __all__ = [
     "Claim",
+    "FSDP2Strategy",
     "FlatBufferStrategy",
     "MegatronOptimizerStrategy",
     "OptimizerStrategy",
@@ -33,7 +35,6 @@ _ACCEPTED = "a torch.nn.Module, a list of them, a torch.optim.Optimizer or one o
 # (module of the class, its name).
 _FOREIGN = (
     ("torch.jit", "ScriptModule"),
-    ("torch.distributed.fsdp", "FSDPModule"),
     ("torch.distributed.fsdp", "FullyShardedDataParallel"),
     ("torch.nn.parallel", "DistributedDataParallel"),
     ("megatron.core.distributed", "DistributedDataParallel"),  # inside of another module; pass the wrapper itself
@@ -115,7 +116,7 @@ def _kind(target: object) -> Callable[..., Strategy]:
         return FlatBufferStrategy
     if isinstance(target, torch.nn.Module):
         _refuse_foreign(target)
-        return PerParameterStrategy
+        return FSDP2Strategy if is_sharded(target) else PerParameterStrategy
     if isinstance(target, torch.optim.Optimizer):
         return OptimizerStrategy
     if isinstance(target, foreign("megatron.core.optimizer.optimizer", "MegatronOptimizer")):

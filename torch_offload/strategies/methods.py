@@ -8,10 +8,11 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 
-def refuse(owner: Any, method: str, check: Callable[[str], None]) -> Iterator[Callable[[], None]]:
+def refuse(owner: Any, method: str, check: Callable[[str], bool | None]) -> Iterator[Callable[[], None]]:
     """Have calls of a method pass ``check("method()")`` first, and give what undoes that.
 
-    It is given before the method is exchanged, in case of an interruption.
+    It is given before the method is exchanged, in case of an interruption. If the check gives True, the call has nothing to
+    do, and does nothing.
     """
     yield functools.partial(_restore, weakref.ref(owner), method)
     setattr(owner, method, _Refusing(owner, method, check))
@@ -20,13 +21,12 @@ def refuse(owner: Any, method: str, check: Callable[[str], None]) -> Iterator[Ca
 class _Refusing:
     """Stands in for a method, and raises before anything is done if it must not be called now."""
 
-    def __init__(self, owner: Any, method: str, check: Callable[[str], None]) -> None:
+    def __init__(self, owner: Any, method: str, check: Callable[[str], bool | None]) -> None:
         self.was = vars(owner).get(method)  # somebody's own
         self._call, self._method, self._check = getattr(owner, method), method, check
 
     def __call__(self, *args: Any, **keywords: Any) -> Any:
-        self._check(f"{self._method}()")
-        return self._call(*args, **keywords)
+        return None if self._check(f"{self._method}()") else self._call(*args, **keywords)
 
 
 def _restore(reference: weakref.ref[Any], method: str) -> None:

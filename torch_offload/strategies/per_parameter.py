@@ -8,11 +8,16 @@ from typing import Any, Literal, get_args
 import torch
 
 from ..errors import GradientsError, UnsupportedTargetError, listed
-from ..parts import carried_by
+from ..parts import carried_by, foreign
 from ..tensors import gradient_of
 from .base import Claim, Shared, Strategy, check_choice
 
 Gradients = Literal["preserve", "discard", "refuse"]
+
+
+def is_sharded(module: torch.nn.Module) -> bool:
+    """Whether FSDP2's `fully_shard` was applied to the module or to one inside."""
+    return any(isinstance(part, foreign("torch.distributed.fsdp", "FSDPModule")) for part in torch.nn.Module.modules(module))
 
 
 class PerParameterStrategy(Strategy):
@@ -57,6 +62,11 @@ class PerParameterStrategy(Strategy):
     def accept(self, target: Any) -> None:
         if not isinstance(target, torch.nn.Module):
             raise UnsupportedTargetError(f"{type(self).__name__} takes a torch.nn.Module, not a {type(target).__name__}")
+        if is_sharded(target):
+            raise UnsupportedTargetError(
+                f"fully_shard was applied to this {type(target).__name__} or inside of it, so that its parameters come and go. "
+                "Pass it as it is, or to FSDP2Strategy"
+            )
 
     def claims(self) -> Iterable[Claim]:
         parameters = list(self.named_parameters())

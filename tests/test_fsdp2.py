@@ -1,0 +1,189 @@
+"""FSDP2Strategy, on one rank here and on several in processes of their own."""
+
+from __future__ import annotations
+
+import gc
+import os
+import subprocess
+import sys
+import warnings
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+with warnings.catch_warnings():
+    warnings.simplefilter("ignore")
+    import fsdp2
+    from torch.distributed.checkpoint.state_dict import get_model_state_dict, get_optimizer_state_dict
+    from torch.distributed.fsdp import CPUOffloadPolicy, FullyShardedDataParallel, fully_shard
+from fsdp2 import CONFIGS, accumulate, locals_of, optimizer_of, sharded, state_of, train
+from test_targets import check_contract
+
+from torch_offload import (
+    FSDP2Strategy,
+    GradientsError,
+    OffloadedTensorError,
+    Offloader,
+    PerParameterStrategy,
+    UnsupportedTargetError,
+    offloaded,
+    strategy_for,
+)
+from torch_offload.testing import is_away
+
+pytestmark = [pytest.mark.xdist_group("fsdp2"), pytest.mark.filterwarnings("ignore::FutureWarning:torch.distributed")]
+
+
+@pytest.fixture
+def _rank(device: str) -> Iterator[None]:
+    with fsdp2.ranks(device, store=torch.distributed.HashStore(), rank=0, world_size=1):
+        yield
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_every_rank_trains_on_as_if_nothing_had_moved(device: str, ranks: int) -> None:
+    if device == "cuda" and torch.cuda.device_count() < ranks:
+        pytest.skip(f"needs {ranks} GPUs; the same runs over gloo on the CPU")
+    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", str(ranks), fsdp2.__file__, device]
+    environment = os.environ | {"PYTHONPATH": str(Path(__file__).parents[1]), "OMP_NUM_THREADS": "1"}
+    environment |= {"CUDA_VISIBLE_DEVICES": ""} if device == "cpu" else {}
+    done = subprocess.run(command, env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.count("as if nothing had moved") == ranks
+
+
+@pytest.mark.usefixtures("_rank")
+@pytest.mark.parametrize("config", CONFIGS)
+def test_one_rank_trains_on_as_if_nothing_had_moved(device: str, config: str) -> None:
+    fsdp2.check(device, config)
+
+
+@pytest.mark.usefixtures("_rank")
+def test_the_contract(device: str) -> None:
+    net = sharded(device, "unsharded after forward")
+    accumulate(net, 0)
+    net.reshard()
+    check_contract(FSDP2Strategy(net), device)
+
+
+@pytest.mark.usefixtures("_rank")
+@pytest.mark.parametrize("config", CONFIGS)
+def test_gradients_that_wait_for_their_reduction_are_kept(device: str, config: str) -> None:
+    (net, optimizer), (twin, its) = [(each, optimizer_of(each)) for each in (sharded(device, config) for _ in range(2))]
+    off = Offloader(net, optimizer, device=device)
+    for step in range(2):
+        for last, number in ((False, 0), (False, 1), (True, 2)):
+            for each in (net, twin):
+                each.set_requires_gradient_sync(last)
+                accumulate(each, 3 * step + number)
+            report = off.offload()
+            assert not report.left
+            if not last:
+                waiting = unreduced(net)
+                assert waiting
+                assert all(map(is_away, waiting))
+            off.reload()
+        for each in (optimizer, its):
+            each.step()
+            each.zero_grad()
+    assert all(map(torch.equal, state_of(net, optimizer), state_of(twin, its)))
+    off.close()
+
+
+def unreduced(net: nn.Module) -> list[torch.Tensor]:
+    """Gradients that no parameter of the module shows: found among FSDP2's records of parameters, on the heap."""
+    records = [each for each in gc.get_objects() if type(each).__name__ == "FSDPParam"]
+    mine = [each for each in records if each._module_info.module in set(net.modules())]
+    found = [getattr(each, "_unsharded_param", each.sharded_param).grad for each in mine]
+    found += [each.unsharded_accumulated_grad for each in mine]
+    return [each for each in found if each is not None]
+
+
+@pytest.mark.usefixtures("_rank")
+@pytest.mark.parametrize("config", CONFIGS)
+@pytest.mark.parametrize("away", [["grads"], ["params"], None])
+def test_a_refused_call_leaves_everything_as_it_was(device: str, config: str, away: list[str] | None) -> None:
+    (net, optimizer), (twin, its) = [(each, optimizer_of(each)) for each in (sharded(device, config) for _ in range(2))]
+    for each in (net, twin):
+        accumulate(each, 0)
+    off = Offloader(net, optimizer, device=device, name="actor")
+    for _ in range(2):
+        off.offload(away)
+        with pytest.raises(OffloadedTensorError, match=r"'actor\."):
+            accumulate(net, 1)
+        off.reload()
+        assert accumulate(net, 2) == accumulate(twin, 2)
+    assert train(net, optimizer, 3) == train(twin, its, 3)
+    assert all(map(torch.equal, state_of(net, optimizer), state_of(twin, its)))
+    off.close()
+
+
+@pytest.mark.usefixtures("_rank")
+def test_policies_for_gradients(device: str) -> None:
+    net = sharded(device, "plain")
+    accumulate(net, 0)
+    with pytest.raises(GradientsError, match=r"'Net\.\S+\.grad'|FSDPNet"):
+        Offloader(net, grads="refuse", device=device).offload()
+    with offloaded(net, grads="discard", device=device) as off:
+        assert off.report.copied_nbytes < off.report.nbytes
+    assert not any(bool(each.any()) for each in locals_of(p.grad for p in net.parameters() if p.grad is not None))
+
+
+@pytest.mark.usefixtures("_rank")
+def test_state_dicts_of_what_is_away(device: str) -> None:
+    net = sharded(device, "plain")
+    optimizer = optimizer_of(net)
+    train(net, optimizer, 0)
+    wanted = [each.cpu().clone() for each in locals_of(get_model_state_dict(net).values())]
+    state = get_optimizer_state_dict(net, optimizer)["state"]
+    moments = [each.cpu().clone() for each in locals_of(value for one in state.values() for value in one.values())]
+    with offloaded(net, optimizer, device=device):
+        found = {name: each.detach() for name, each in get_model_state_dict(net).items()}
+        assert all(map(torch.equal, locals_of(each.cpu() for each in found.values()), wanted))
+        fresh = [each.to(device, copy=True) for each in found.values()]  # as trainers stream weights to the rollout engine
+        assert all(torch.equal(one.cpu(), two) for one, two in zip(locals_of(fresh), wanted, strict=True))
+        assert not any(map(is_away, fresh))
+        state = get_optimizer_state_dict(net, optimizer)["state"]
+        again = locals_of(value.cpu() for one in state.values() for value in one.values())
+        assert all(map(torch.equal, again, moments))
+
+
+@pytest.mark.usefixtures("_rank")
+def test_what_is_under_a_cpu_offload_policy_is_refused() -> None:
+    net = fully_shard(nn.Linear(4, 4), mesh=torch.distributed.init_device_mesh("cpu", (1,)), offload_policy=CPUOffloadPolicy(
+        pin_memory=False))  # fmt: skip
+    with pytest.raises(UnsupportedTargetError, match=r"FSDPLinear\.weight is under a CPUOffloadPolicy.*without offload_policy"):
+        Offloader(net, device="cpu")
+
+
+@pytest.mark.usefixtures("_rank")
+def test_which_strategy_takes_what(device: str) -> None:
+    net = sharded(device, "plain")
+    around = nn.Sequential(net, nn.Linear(fsdp2.WIDTH, 6, device=device))
+    assert [type(strategy_for(each)) for each in (net, around, net.blocks[0])] == [FSDP2Strategy] * 3
+    with offloaded(around, device=device) as off:
+        assert not off.report.left
+        assert all(map(is_away, around.parameters()))
+    for wrong in (nn.Linear(2, 2), "actor", None):
+        with pytest.raises(UnsupportedTargetError, match="takes a module to which fully_shard was applied"):
+            FSDP2Strategy(wrong)
+    for wrong in (net, around):
+        with pytest.raises(UnsupportedTargetError, match=r"fully_shard was applied.*FSDP2Strategy"):
+            PerParameterStrategy(wrong)
+
+
+@pytest.mark.usefixtures("_rank")
+def test_other_wrappers_are_refused_with_a_reason() -> None:
+    for wrapper in (nn.parallel.DistributedDataParallel, FullyShardedDataParallel):
+        keywords = {"device_id": torch.device("cpu")} if wrapper is FullyShardedDataParallel else {}
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            try:
+                made = wrapper(nn.Linear(2, 2), **keywords)
+            except (RuntimeError, ValueError) as error:
+                pytest.skip(f"{wrapper.__name__} wants an accelerator: {error}")
+        with pytest.raises(UnsupportedTargetError, match=rf"{wrapper.__name__} at 'its root'.*Nothing was touched"):
+            Offloader(made, device="cpu")
