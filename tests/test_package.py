@@ -37,7 +37,7 @@ LAYERS = [
     {"scope"},
     {"measure"},
     {"transition"},
-    {"contexts"},
+    {"contexts", "snapshot"},
     {"offloader"},
     {"testing", ""},
 ]

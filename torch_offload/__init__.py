@@ -15,6 +15,7 @@ from .errors import (
 from .host_memory import PageableMirrorWarning
 from .offloader import Offloader, offloaded, reload, resident
 from .report import LeftRow, MirrorRow, Residency, TransitionReport
+from .snapshot import Snapshot, snapshot
 from .strategies import (
     Claim,
     FlatBufferStrategy,
@@ -50,6 +51,7 @@ __all__ = [
     "PreparedOffload",
     "Residency",
     "SharedStorageError",
+    "Snapshot",
     "Strategy",
     "TransitionError",
     "TransitionReport",
@@ -57,5 +59,6 @@ __all__ = [
     "offloaded",
     "reload",
     "resident",
+    "snapshot",
     "strategy_for",
 ]

@@ -10,7 +10,6 @@ import torch
 from . import device as devices
 from . import ledger
 from .contexts import Context
-from .errors import listed
 from .interrupts import Deferred
 from .plan import Plan
 from .report import Residency, TransitionReport
@@ -87,7 +86,7 @@ class Offloader:
             ValueError: an unknown component.
         """
         with Logged(self._scope), Deferred(), ledger.LOCK:
-            chosen = self._chosen(components)
+            chosen = self._scope.chosen(components)
             return bring_back(self._scope, chosen, Aim(self._scope.away(minus=chosen)))
 
     def close(self) -> None:
@@ -113,16 +112,16 @@ class Offloader:
 
     def offloaded(self, components: Components = None) -> Context[Offloader]:
         """A context in which these components are away; see `torch_offload.offloaded`."""
-        return Context(self, self._scope, self._chosen(components), away=True)
+        return Context(self, self._scope, self._scope.chosen(components), away=True)
 
     def resident(self, components: Components = None) -> Context[Offloader]:
         """A context in which these components are on the device; see `torch_offload.resident`."""
-        return Context(self, self._scope, self._chosen(components), away=False)
+        return Context(self, self._scope, self._scope.chosen(components), away=False)
 
     @property
     def components(self) -> tuple[str, ...]:
         """The components that the targets have."""
-        return tuple(dict.fromkeys(name for strategy in self._scope.strategies for name in strategy.components))
+        return self._scope.components()
 
     @property
     def residency(self) -> dict[str, Residency]:
@@ -144,20 +143,8 @@ class Offloader:
             return sum(row.nbytes for row in self._scope.mirrors())
 
     def _offload(self, components: Components) -> tuple[frozenset[str], Aim]:
-        chosen = self._chosen(components)
+        chosen = self._scope.chosen(components)
         return chosen, Aim(self._scope.away(plus=chosen))
-
-    def _chosen(self, components: Components) -> frozenset[str]:
-        if components is None:
-            return frozenset(self.components)
-        given = list(components) if isinstance(components, Iterable) and not isinstance(components, str) else [components]
-        if wrong := [name for name in given if not isinstance(name, str)]:
-            raise TypeError(f"components are names such as 'params', not {wrong[0]!r}")
-        chosen = frozenset(given)
-        if unknown := sorted(chosen - set(self.components)):
-            accepted = listed(self.components, most=10) or "none"
-            raise ValueError(f"no target has a component {listed(unknown)}; these targets have {accepted}")
-        return chosen
 
     def _residency(self, component: str, plan: Plan) -> Residency:
         claimed = [each for each in plan.storages.values() if each.is_claimed_as(component)]

@@ -11,7 +11,7 @@ import contextlib
 import dataclasses
 import logging
 import weakref
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 import torch
 
@@ -77,6 +77,28 @@ class Scope:
     def names(self) -> str:
         """The targets, for a message."""
         return listed(strategy.name for strategy in self.strategies)
+
+    def components(self) -> tuple[str, ...]:
+        """The components that the targets have."""
+        return tuple(dict.fromkeys(name for strategy in self.strategies for name in strategy.components))
+
+    def chosen(self, components: Iterable[str] | str | None) -> frozenset[str]:
+        """The components that a caller named: all for None.
+
+        Raises:
+            ValueError: no target has one of them.
+            TypeError: one is no name.
+        """
+        if components is None:
+            return frozenset(self.components())
+        given = list(components) if isinstance(components, Iterable) and not isinstance(components, str) else [components]
+        if wrong := [name for name in given if not isinstance(name, str)]:
+            raise TypeError(f"components are names such as 'params', not {wrong[0]!r}")
+        chosen = frozenset(given)
+        if unknown := sorted(chosen - set(self.components())):
+            accepted = listed(self.components(), most=10) or "none"
+            raise ValueError(f"no target has a component {listed(unknown)}; these targets have {accepted}")
+        return chosen
 
     def titles(self) -> tuple[str, ...]:
         """The targets, for a report."""

@@ -1,0 +1,187 @@
+"""Snapshots: exact copies from wherever the bytes are, to wherever they belong."""
+
+from __future__ import annotations
+
+import gc
+
+import hypothesis.strategies as st
+import pytest
+import torch
+from hypothesis import given
+from torch import nn
+
+from torch_offload import (
+    IntegrityError,
+    MirrorMismatchError,
+    Offloader,
+    OptimizerStrategy,
+    TransitionError,
+    offloaded,
+    snapshot,
+    testing,
+)
+from torch_offload.host_memory import PAGE
+from torch_offload.tensors import byte_view, storage_of
+from torch_offload.testing import is_away, specimens
+
+
+def contents(tensors: list[torch.Tensor]) -> list[torch.Tensor]:
+    return [byte_view(storage_of(each)).cpu().clone() for each in tensors]
+
+
+def scramble(tensors: list[torch.Tensor]) -> None:
+    for each in tensors:
+        byte_view(storage_of(each)).fill_(171)
+
+
+@given(data=st.data())
+def test_what_was_kept_comes_back_from_and_to_wherever_it_is(device: str, data: st.DataObject) -> None:
+    specimen = data.draw(specimens(device))
+    tensors = [*specimen.module.parameters(), *specimen.module.buffers()]
+    before = contents(tensors)
+    off = Offloader(specimen.module, device=device)
+    if data.draw(st.booleans(), label="offloaded when made"):
+        off.offload()
+    kept = snapshot(specimen.module, device=device)
+    off.reload()
+    assert kept.nbytes == sum({storage_of(each)._cdata: storage_of(each).nbytes() for each in tensors}.values())
+    other = specimen.twin() if data.draw(st.booleans(), label="to another") else specimen
+    into = [*other.module.parameters(), *other.module.buffers()]
+    scramble(into)
+    back = Offloader(other.module, device=device)
+    if data.draw(st.booleans(), label="offloaded when copied"):
+        back.offload()
+    kept.copy_to(other.module, device=device)
+    back.reload()
+    for one, now, tensor in zip(before, contents(into), into, strict=True):
+        if tensor.is_contiguous() and tensor.numel() * tensor.element_size() == len(one):
+            assert torch.equal(one, now)  # nothing else lies there
+
+
+def test_several_versions_hold_their_bytes_once_each(device: str) -> None:
+    model = nn.Sequential(*(nn.Linear(64, 64, device=device) for _ in range(4)))
+    nbytes = sum(each.nbytes for each in model.parameters())
+    kept = []
+    for version in range(3):
+        with torch.no_grad():
+            for each in model.parameters():
+                each.fill_(version)
+        kept.append(snapshot(model, device=device))
+        assert nbytes <= kept[-1].host_nbytes <= nbytes + 2 * PAGE
+    for version in (1, 0, 2):
+        kept[version].copy_to(model, device=device)
+        assert all(bool((each == version).all()) for each in model.parameters())
+    kept[0].close()
+    assert kept[0].host_nbytes == 0
+    with pytest.raises(TransitionError, match=r"closed.*snapshot\(\)"):
+        kept[0].copy_to(model, device=device)
+
+
+def test_only_what_was_claimed_is_written(device: str) -> None:
+    """A parameter that is a slice leaves the rest of its storage alone."""
+    base = torch.zeros(10, device=device)
+    model = nn.ParameterList([nn.Parameter(base[2:5])])
+    kept = snapshot(model, device=device)
+    for away in (False, True):
+        base.fill_(1)
+        off = Offloader(model, device=device)
+        if away:
+            off.offload()
+        kept.copy_to(model, device=device)
+        off.reload()
+        assert base.tolist() == [1, 1, 0, 0, 0, 1, 1, 1, 1, 1]
+
+
+def test_an_optimizer_with_its_host_tensors(device: str) -> None:
+    model = nn.Linear(4, 4, device=device)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+
+    def step() -> None:
+        optimizer.zero_grad()
+        model(torch.ones(2, 4, device=device)).sum().backward()
+        optimizer.step()
+
+    step()
+    kept = snapshot(model, optimizer, device=device)
+    step()
+    wanted = [each.detach().cpu().clone() for each in model.parameters()]
+    step()
+    kept.copy_to(model, optimizer, device=device)
+    step()
+    assert all(torch.equal(each.cpu(), value) for each, value in zip(model.parameters(), wanted, strict=True))
+
+
+def test_what_does_not_fit_is_named_and_nothing_written(device: str) -> None:
+    model = nn.Linear(4, 4, device=device)
+    optimizer = torch.optim.AdamW(model.parameters())
+    kept = snapshot(model, device=device)
+    wanted = [each.detach().clone() for each in model.parameters()]
+    cases = [
+        (
+            [nn.Linear(4, 5, device=device)],
+            r"'weight' was torch\.float32 of shape \(4, 4\).*it is torch\.float32 of shape \(5, 4\)",
+        ),
+        ([nn.Linear(4, 4, dtype=torch.float64, device=device)], r"'weight' was torch\.float32 .*torch\.float64"),
+        ([nn.Linear(4, 4, bias=False, device=device)], r"'bias' is in one alone"),
+        ([], "'bias', 'weight' is in one alone"),
+        ([nn.Sequential(model)], "'0.bias'"),
+    ]
+    for targets, message in cases:
+        with pytest.raises(MirrorMismatchError, match=message):
+            kept.copy_to(*targets, device=device)
+    kept.copy_to(model, OptimizerStrategy(optimizer), device=device)
+    tied = nn.ParameterList([model.weight, model.weight])
+    apart = nn.ParameterList([nn.Parameter(torch.ones(4, 4, device=device)) for _ in range(2)])
+    with pytest.raises(MirrorMismatchError, match=r"'0', '1' shared memory when"):
+        snapshot(tied, device=device).copy_to(apart, device=device)
+    with pytest.raises(ValueError, match=r"no target has a component 'optimizer'"):
+        snapshot(model, components=["optimizer"], device=device)
+    assert all(map(torch.equal, model.parameters(), wanted))
+
+
+def test_components_are_chosen(device: str) -> None:
+    model = nn.BatchNorm1d(4, device=device)
+    model(torch.ones(3, 4, device=device)).sum().backward()
+    assert snapshot(model, device=device).nbytes == 4 * 4 * 4 + 8  # weight, bias, mean, variance, and a count
+    assert snapshot(model, components="params", device=device).nbytes == 2 * 4 * 4
+    assert snapshot(model, components=["params", "grads"], device=device).nbytes == 4 * 4 * 4
+
+
+def test_a_graph_over_the_old_values_raises(device: str) -> None:
+    model = nn.Linear(3, 3, device=device)
+    kept = snapshot(model, device=device)
+    loss = model(torch.ones(1, 3, device=device, requires_grad=True)).sum()
+    kept.copy_to(model, device=device)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        loss.backward()
+
+
+def test_bytes_that_arrive_otherwise_are_noticed(device: str) -> None:
+    model = nn.Linear(3, 3, device=device)
+    kept = snapshot(model, device=device)
+    faulty = testing.link(corrupt=lambda index, there: there[:1].add_(1) if index == 0 else None)
+    with faulty, pytest.raises(IntegrityError, match=r"call copy_to\(\) again"):
+        kept.copy_to(model, device=device)
+    kept.copy_to(model, device=device)
+
+
+def test_a_discarded_gradient_cannot_be_copied_into(device: str) -> None:
+    model = nn.Linear(3, 3, device=device)
+    model(torch.ones(1, 3, device=device)).sum().backward()
+    kept = snapshot(model, components=["params", "grads"], device=device)
+    refused = pytest.raises(TransitionError, match=r"weight\.grad.*discarded.*reload\(\)")
+    with offloaded(model, grads="discard", device=device), refused:
+        kept.copy_to(model, device=device)
+
+
+def test_a_snapshot_outlives_its_model_and_dies_with_its_name(device: str) -> None:
+    model = nn.Linear(300, 300, device=device)
+    kept = snapshot(model, device=device)
+    wanted = model.weight.detach().cpu().clone()
+    del model
+    gc.collect()
+    other = nn.Linear(300, 300, device=device)
+    with offloaded(other, device=device):
+        kept.copy_to(other, device=device)
+        assert is_away(other.weight)
+    assert torch.equal(other.weight.cpu(), wanted)

@@ -1,0 +1,194 @@
+"""Snapshots: independent host copies of what targets hold at one moment, to be copied back into them or others like them."""
+
+from __future__ import annotations
+
+import collections
+import dataclasses
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+
+from . import device as devices
+from . import ledger, mirror, transfer
+from .errors import MirrorMismatchError, TransitionError, UnsupportedTargetError, listed
+from .interrupts import Deferred
+from .mirror import Need, PinnedMirror, Slot
+from .plan import Named
+from .scope import Scope
+from .strategies import strategies_for
+from .tensors import Storage, attribute, plainly, storage_of
+from .transition import start
+
+Name = tuple[int, str, str]  # the target's position, the component, the name below the target
+Geometry = tuple[torch.dtype, tuple[int, ...], tuple[int, ...], int, int]  # dtype, shape, stride, offset, bytes of the storage
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class _Copy:
+    """The bytes of one storage, the names of what is claimed on it, and their checksum."""
+
+    names: list[Name]
+    slot: Slot
+    checksum: int | None
+
+
+class Snapshot:
+    """Host copies of what targets held when it was made. Made by `snapshot`; several may be alive, each holds its bytes once.
+
+    Attributes:
+        nbytes: the sum of the distinct storages, in bytes.
+    """
+
+    def __init__(self, scope: Scope, components: frozenset[str]) -> None:
+        self._components, self._verify = components, scope.verify
+        claimed = _claimed(scope, components)
+        self._known = {name: each.geometry for name, each in claimed.items()}
+        storages = [each.storage for each in claimed.values() if transfer.nbytes_of(each.storage)]
+        storages = list({each._cdata: each for each in storages}.values())
+        self.nbytes = sum(map(transfer.nbytes_of, storages))
+        self._mirror = PinnedMirror(next(iter(devices.accelerators(each.device for each in storages)), torch.device("cpu")))
+        names = {each._cdata: [name for name, one in claimed.items() if one.storage is each] for each in storages}
+        needs = [Need(each, transfer.nbytes_of(each), ".".join(map(str, names[each._cdata][0]))) for each in storages]
+        ((slots),) = mirror.take([(self._mirror, needs)])
+        sums = transfer.copy_out(list(zip(storages, slots, strict=True)), verify=scope.verify)
+        self._copies = [_Copy(names[each._cdata], slot, value) for each, slot, value in zip(storages, slots, sums, strict=True)]
+
+    @property
+    def host_nbytes(self) -> int:
+        """Host memory that it holds, in bytes, whole pages."""
+        return self._mirror.nbytes
+
+    def copy_to(self, *targets: Any, device: torch.device | str | None = None, **policy: Any) -> None:
+        """Copy everything into targets like those it was made of: onto the device, or into mirrors where they are offloaded.
+
+        Synchronises the devices; the bytes on a device are compared with the checksums. In-place, as `copy_` is: tensors stay
+        what they are, and a graph built before raises in its backward.
+
+        Args:
+            targets, device, policy: as for `Offloader`, in the order in which the snapshot was made.
+
+        Raises:
+            MirrorMismatchError: a name is missing, or its shape, dtype or layout differs. Nothing was written.
+            IntegrityError: what arrived is not what was kept. The snapshot is whole; call it again.
+            TransitionError: as `Offloader.offload`; or the snapshot was closed.
+        """
+        if not self._copies and self.nbytes:
+            raise TransitionError("this snapshot was closed: its host memory is given back. Make another with snapshot()")
+        scope = Scope(strategies_for(targets, policy), devices.resolve(device), verify=self._verify)
+        with Deferred(), ledger.LOCK:
+            claimed = _claimed(scope, self._components)
+            self._check(claimed)
+            transfer.copy_in(
+                [
+                    (storage, copy.slot, copy.checksum, [claimed[name].tensor for name in copy.names])
+                    for copy in self._copies
+                    for storage in {claimed[name].storage for name in copy.names}
+                ],
+                verify=self._verify,
+            )
+
+    def close(self) -> None:
+        """Give the host memory back to the operating system. Also happens when the snapshot is dropped."""
+        self._copies.clear()
+        self._mirror.close()
+
+    def _check(self, claimed: dict[Name, _Claimed]) -> None:
+        if missing := [name[2] for name in (self._known.keys() ^ claimed.keys())]:
+            raise MirrorMismatchError(
+                f"the snapshot and the target do not have the same tensors: {listed(sorted(missing))} is in one alone. Nothing "
+                "was written. Copy it to a target of the same structure, with as much optimizer state"
+            )
+        for name, geometry in self._known.items():
+            now = claimed[name].geometry
+            if now != geometry:
+                raise MirrorMismatchError(
+                    f"{name[2]!r} was {_described(geometry)} when the snapshot was made, and in the target it is "
+                    f"{_described(now)}. Nothing was written"
+                )
+        for copy in self._copies:
+            if len({claimed[name].storage._cdata for name in copy.names}) > 1:
+                raise MirrorMismatchError(
+                    f"{listed(name[2] for name in copy.names)} shared memory when the snapshot was made, and do not in the "
+                    "target. Nothing was written"
+                )
+
+
+def snapshot(
+    *targets: Any,
+    components: Iterable[str] | str | None = None,
+    device: torch.device | str | None = None,
+    verify: bool = True,
+    **policy: Any,
+) -> Snapshot:
+    """Copy what targets hold now to exactly as much host memory: from the device, or from mirrors where they are offloaded.
+
+    Example:
+        >>> actor = torch.nn.Linear(2, 2)
+        >>> before = snapshot(actor, device="cpu")
+        >>> with torch.no_grad(): _ = actor.weight.zero_()
+        >>> before.copy_to(actor, device="cpu")
+        >>> bool(actor.weight.any()), before.nbytes
+        (True, 24)
+
+    Args:
+        targets, device, policy: as for `Offloader`.
+        components: some of ``"params"``, ``"grads"``, ``"buffers"``, ``"optimizer"``; all but gradients by default. Tensors of
+            theirs that live in host memory on purpose (AdamW's ``step``) are kept too.
+        verify: checksum the bytes, here and when they are copied back.
+
+    Raises:
+        HostMemoryError, UnsupportedTargetError, TransitionError: as `Offloader.offload`.
+        ValueError: an unknown component.
+    """
+    scope = Scope(strategies_for(targets, policy), devices.resolve(device), verify=verify)
+    chosen = scope.chosen(components)
+    with Deferred(), ledger.LOCK:
+        return Snapshot(scope, chosen if components is not None else chosen - {"grads"})
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class _Claimed:
+    """A tensor with memory, as it is now."""
+
+    tensor: torch.Tensor
+    storage: Storage
+    geometry: Geometry
+
+
+def _claimed(scope: Scope, components: frozenset[str]) -> dict[Name, _Claimed]:
+    """Every tensor of these components, by name, once nothing is under way on them."""
+    start(scope.device)
+    alive = scope.alive()
+    for strategy in alive:
+        strategy.wait()
+    positions = {id(strategy): index for index, strategy in enumerate(alive)}
+    found: dict[Name, _Claimed] = {}
+    seen: collections.Counter[Name] = collections.Counter()
+    for named in scope.plan().claims:
+        tensor = named.part.tensor
+        if named.claim.component in components:
+            if attribute(tensor, "layout") is not torch.strided:
+                raise UnsupportedTargetError(f"{named.name!r} has the layout {tensor.layout} and no storage to copy")
+            storage = storage_of(tensor)
+            name = (positions[id(named.strategy)], named.claim.component, _below(named))
+            seen[name] += 1
+            number = "" if seen[name] == 1 else f" ({seen[name]})"
+            found[name[0], name[1], name[2] + number] = _Claimed(tensor, storage, _geometry(tensor, storage))
+    return found
+
+
+def _below(named: Named) -> str:
+    return named.name.removeprefix(f"{named.strategy.name}.")
+
+
+def _geometry(tensor: torch.Tensor, storage: Storage) -> Geometry:
+    size, stride, offset = (
+        plainly(each, tensor) for each in (torch.Tensor.size, torch.Tensor.stride, torch.Tensor.storage_offset)
+    )
+    return attribute(tensor, "dtype"), tuple(size), tuple(stride), offset, transfer.nbytes_of(storage)
+
+
+def _described(geometry: Geometry) -> str:
+    dtype, shape, stride, offset, nbytes = geometry
+    return f"{dtype} of shape {shape}, stride {stride} at {offset} of {nbytes} bytes"
