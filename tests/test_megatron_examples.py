@@ -51,3 +51,16 @@ def test_ranks_train_as_if_nothing_had_moved(device: str, ranks: int) -> None:
     command = ["-m", "torch.distributed.run", "--nproc-per-node", str(ranks), "examples/multi_rank.py"]
     output = output_of(*command, device=device)
     assert f"{ranks} ranks: losses and parameters are identical" in output
+
+
+def test_the_drop_in_for_verl_exports_and_goes_back(device: str) -> None:
+    output = output_of("examples/verl_drop_in.py", device=device)
+    losses = [
+        float(each)
+        for each in re.findall(r"loss (\S+), 3 tensors exported while offloaded|loss (\S+),", output)
+        for each in each
+        if each
+    ]
+    assert len(losses) == 5
+    assert losses == sorted(losses, reverse=True)
+    assert "back at the start: True" in output

@@ -39,6 +39,7 @@ LAYERS = [
     {"transition"},
     {"contexts", "snapshot"},
     {"offloader"},
+    {"compat", "compat.verl"},
     {"testing", ""},
 ]
 STRATEGIES_MAY_IMPORT = {"errors", "tensors", "parts", "walk"}

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 
@@ -44,7 +44,7 @@ class MegatronOptimizerStrategy(Strategy):
         ValueError: an unknown policy.
     """
 
-    components = ("optimizer",)
+    components: ClassVar[tuple[str, ...]] = ("optimizer",)
 
     def accept(self, target: Any) -> None:
         if not isinstance(target, foreign("megatron.core.optimizer.optimizer", "MegatronOptimizer")):

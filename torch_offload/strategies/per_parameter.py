@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from typing import Any, Literal, get_args
+from typing import Any, ClassVar, Literal, get_args
 
 import torch
 
@@ -41,7 +41,7 @@ class PerParameterStrategy(Strategy):
         ValueError: an unknown policy.
     """
 
-    components = ("params", "grads", "buffers")
+    components: ClassVar[tuple[str, ...]] = ("params", "grads", "buffers")
     zeroing = "zero_grad(set_to_none=True)"  # how its users drop gradients
 
     def __init__(
