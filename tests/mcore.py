@@ -173,6 +173,7 @@ def on(device: str) -> Iterator[None]:
     stream = mock.MagicMock()
     with (
         _CudaIsCpu(),
+        mock.patch.object(torch.cuda, "current_device", return_value="cpu"),
         mock.patch.object(torch.cuda, "current_stream", return_value=stream),
         mock.patch.object(torch.cuda, "Stream", return_value=stream),
         mock.patch.object(torch.cuda, "stream", return_value=contextlib.nullcontext()),

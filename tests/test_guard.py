@@ -488,3 +488,16 @@ def test_a_copy_that_autograd_would_record_is_refused(device: str) -> None:
         with pytest.raises(OffloadedTensorError, match=r"'Linear\.weight'"):
             copy.deepcopy(model)
     assert torch.equal(model.weight.cpu(), wanted)
+
+
+def test_copying_out_of_an_offloaded_tensor_gives_its_values(device: str) -> None:
+    """As when a reference is refreshed from an actor that is away."""
+    actor, reference = nn.Linear(3, 3, device=device), nn.Linear(3, 3, device=device)
+    with offloaded(actor, device=device):
+        reference.load_state_dict(actor.state_dict())
+        with torch.no_grad():
+            reference.bias.double().copy_(actor.bias)
+        with pytest.raises(OffloadedTensorError, match=r"autograd would record.*'Linear\.weight'"):
+            torch.zeros(3, 3, device=device).copy_(actor.weight)
+        assert torch.equal(reference.weight.cpu(), actor.weight.detach().cpu())
+    assert torch.equal(reference.weight, actor.weight)

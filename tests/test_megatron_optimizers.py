@@ -5,7 +5,10 @@ from __future__ import annotations
 import copy
 import gc
 import io
+import subprocess
+import sys
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -267,3 +270,68 @@ def test_an_optimizer_dies_as_usual_while_it_is_away(device: str) -> None:
     gc.collect()
     assert off.offload().targets == ("ChainedOptimizer (gone)",)
     assert off.host_nbytes == 0
+
+
+def to_host(each: Any) -> Any:
+    """Megatron-core looks at the storages of what is on the CPU."""
+    from megatron.core.dist_checkpointing import ShardedTensor
+
+    if isinstance(each, ShardedTensor):
+        each.data = each.data.cpu()
+    return each.cpu() if isinstance(each, torch.Tensor) else each
+
+
+def checkpoint(model: Any, optimizer: Any) -> dict[str, Any]:
+    """The sharded state that Megatron-core's checkpoints are made of."""
+    from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint
+
+    metadata = {"distrib_optim_sharding_type": "dp_reshardable"}
+    sharded = make_sharded_tensors_for_checkpoint(model.state_dict(keep_vars=True), "", {})
+    torch.use_deterministic_algorithms(True)  # so that padding, which nobody writes, is NaN
+    try:
+        return {"model": sharded, "optimizer": optimizer.sharded_state_dict(dict(sharded), metadata=metadata)}
+    finally:
+        torch.use_deterministic_algorithms(False)
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning", "ignore::FutureWarning", "ignore::DeprecationWarning")
+@pytest.mark.parametrize("precision", ["bf16", "distributed bf16", "distributed fp32"])
+def test_dist_checkpointing_saves_what_is_away(device: str, precision: str, tmp_path: Path) -> None:
+    from megatron.core import dist_checkpointing
+    from megatron.core.dist_checkpointing.dict_utils import dict_list_map_inplace
+
+    model, optimizer = with_optimizer(device, precision)
+    megatron_step(model, optimizer, 0)
+    early = checkpoint(model, optimizer)  # on the CPU, the steps of what is resident are compared with each other
+    for folder in ("resident", "offloaded"):
+        (tmp_path / folder).mkdir()
+    dist_checkpointing.save(checkpoint(model, optimizer), str(tmp_path / "resident"))
+    off = Offloader(model, optimizer, device=device)
+    off.offload()
+    away = early if device == "cpu" and precision == "bf16" else checkpoint(model, optimizer)
+    dist_checkpointing.save(dict_list_map_inplace(to_host, away) if device == "cpu" else away, str(tmp_path / "offloaded"))
+    assert all(map(is_away, model.parameters()))
+    off.close()
+    done = subprocess.run(
+        [sys.executable, "-W", "ignore", "-c", _LOAD, str(tmp_path), str(sum(1 for _ in model.parameters()))],
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stderr
+
+
+_LOAD = """
+import sys, torch
+from unittest import mock
+from megatron.core import dist_checkpointing
+from torch.utils._pytree import tree_flatten
+if __name__ == "__main__":
+    torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
+    with mock.patch.object(torch.cuda, "current_device", return_value="cpu"):
+        one, two = (dist_checkpointing.load_plain_tensors(f"{sys.argv[1]}/{name}") for name in ("resident", "offloaded"))
+    (one, tree), (two, other) = tree_flatten(one), tree_flatten(two)
+    assert tree == other and len(one) > int(sys.argv[2]), len(one)
+    for a, b in zip(one, two):
+        torch.testing.assert_close(a, b, rtol=0, atol=0, equal_nan=True) if isinstance(a, torch.Tensor) else None
+    assert any(bool(each.any()) for each in one if isinstance(each, torch.Tensor))
+"""

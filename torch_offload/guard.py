@@ -181,6 +181,8 @@ def _answer(func: Any, found: Sequence[Guard], args: tuple[Any, ...], kwargs: di
         device = serving.copy_device(func, args, kwargs)
         if device is not None:
             return _device_copy(first, device, args[0], *(args[1:] if func is torch.Tensor.to else ()), **kwargs)
+    if func is torch.Tensor.copy_ and len(args) > 1 and (source := guard_of(args[1])) is not None:
+        return args[0].copy_(_device_copy(source, args[0].device, args[1]))
     what = f"{getattr(func, '__name__', func)} needs the memory of"
     if not found:
         raise OffloadedTensorError(f"{what} an offloaded tensor, handed over in a container. Call reload() first")
