@@ -34,7 +34,7 @@ from torch_offload import (
     strategy_for,
     testing,
 )
-from torch_offload.strategies import flat_buffer
+from torch_offload.strategies import methods
 from torch_offload.tensors import storage_of
 from torch_offload.testing import is_away
 
@@ -544,7 +544,7 @@ def test_an_interruption_leaves_no_method_exchanged(device: str) -> None:
     before, struck = dict(vars(model)), 0
     for at in itertools.count(1):
         off = Offloader(FlatBufferStrategy(model), device=device)
-        if not interrupted(at, lambda off=off: (off.offload(), off.reload()), cut, within=flat_buffer.__file__):
+        if not interrupted(at, lambda off=off: (off.offload(), off.reload()), cut, within=methods.__file__):
             break
         struck += 1
         off.offload()

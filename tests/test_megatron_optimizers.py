@@ -216,6 +216,29 @@ def test_calls_raise_by_name_before_they_change_anything(device: str, precision:
     assert all(map(torch.equal, tensors_of(optimizer), tensors_of(its)))
 
 
+@pytest.mark.parametrize("precision", PRECISIONS)
+@pytest.mark.parametrize("both", [False, True])
+def test_a_step_over_parameters_that_are_away_is_refused_before_it_counts(device: str, precision: str, both: bool) -> None:
+    (model, optimizer), (twin, its) = [with_optimizer(device, precision) for _ in range(2)]
+    for each, one in ((model, optimizer), (twin, its)):
+        megatron_step(each, one, 0)
+        each.zero_grad_buffer()
+        one.zero_grad()
+        mcore.accumulate(each, 1)
+        each.finish_grad_sync()
+    off = Offloader(model, *([optimizer] if both else []), device=device)
+    off.offload(["params"])
+    for _ in range(2):
+        with pytest.raises(OffloadedTensorError, match=r"'DistributedDataParallel\.\S+', which is offloaded. Call reload"):
+            optimizer.step()
+    off.reload()
+    optimizer.step()
+    its.step()
+    assert all(map(torch.equal, tensors_of(optimizer), tensors_of(its)))
+    assert all(map(torch.equal, mcore.state_of(model), mcore.state_of(twin)))
+    off.close()
+
+
 @pytest.mark.parametrize("precision", [each for each in PRECISIONS if each != "hybrid"])
 def test_a_state_dict_of_what_is_away_is_saved_from_the_mirror(device: str, precision: str) -> None:
     model, optimizer = with_optimizer(device, precision)

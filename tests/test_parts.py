@@ -4,22 +4,35 @@ from __future__ import annotations
 
 import copy
 import io
+import itertools
 import sys
 import types
 import warnings
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
+import numpy
 import pytest
 import torch
+from test_interrupts import cut, interrupted
 from torch import nn
 
-from torch_offload import OffloadedTensorError, Offloader, PerParameterStrategy, UnsupportedTargetError, offloaded, parts
+from torch_offload import (
+    OffloadedTensorError,
+    Offloader,
+    PerParameterStrategy,
+    SharedStorageError,
+    UnsupportedTargetError,
+    ledger,
+    offloaded,
+    parts,
+)
 from torch_offload import reload as reload_tensor
 from torch_offload.parts import parts_of
 from torch_offload.storage import is_exclusive
 from torch_offload.tensors import storage_of
 from torch_offload.testing import assert_round_trip, is_away
+from torch_offload.transition import reload_entries
 
 pytestmark = [
     pytest.mark.xdist_group("parts"),
@@ -29,7 +42,7 @@ pytestmark = [
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")
     from torch.distributed.device_mesh import init_device_mesh
-    from torch.distributed.tensor import Shard, distribute_tensor
+    from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 
 class Pair(torch.Tensor):
@@ -215,6 +228,123 @@ def test_the_verdict_on_a_whole_is_that_on_its_worst_part(device: str) -> None:
     assert is_exclusive(rows)
 
 
+def test_a_view_inside_of_a_sparse_tensor_is_found_though_nothing_counts_it(device: str) -> None:
+    module = nn.Module()
+    module.register_buffer("rows", torch.eye(30, device=device).to_sparse())
+    alias = module.rows.detach()
+    assert "other tensors on it" in str(is_exclusive(module.rows))
+    for _ in range(2):
+        with offloaded(module, device=device) as off:
+            assert not off.report.left
+            for use in (lambda: alias.mul_(2), lambda: alias._values().sum(), lambda: alias.coalesce().values().sum()):
+                with pytest.raises(OffloadedTensorError, match=r"'Module\.rows"):
+                    use()
+    with pytest.raises(SharedStorageError, match=r"'Module\.rows\._indices'"):
+        Offloader(module, shared="raise", device=device).offload()
+
+
+def test_a_backward_into_an_offloaded_sparse_gradient_is_refused(device: str) -> None:
+    module = nn.Embedding(500, 4, sparse=True, device=device)
+    x = torch.arange(400, device=device)
+    module(x).sum().backward()
+    refused = pytest.raises(OffloadedTensorError, match=r"backward\(\).*'Embedding\.weight\.grad")
+    with offloaded(module, components=["grads"], device=device), refused:
+        module(x).sum().backward()
+    assert float(module.weight.grad.coalesce().values().sum()) == 400 * 4
+
+
+@pytest.mark.usefixtures("ranks")
+def test_another_whole_around_the_very_same_tensor_is_found(device: str) -> None:
+    module = distributed(device)
+    module.weight.grad = None
+    with offloaded(module, device=device):
+        pass
+    other = DTensor(module.weight._local_tensor, module.weight._spec, requires_grad=False)  # after the first look at the heap
+    with offloaded(module, device=device) as off:
+        assert not off.report.left
+        with pytest.raises(OffloadedTensorError, match=r"'Module\.weight"):
+            other + 1
+    assert type(other) is DTensor
+
+
+def test_a_whole_that_a_module_outside_uses_is_left(device: str) -> None:
+    module, outside = pair(device), nn.Module()
+    outside.weight = nn.Parameter(module.weight.detach(), requires_grad=False)
+    with offloaded(module, device=device) as off:
+        assert off.report.nbytes == 0
+        assert {row.reason.split(":")[0] for row in off.report.left} == {"in use"}
+        outside.weight + 1
+    with pytest.raises(SharedStorageError, match=r"used outside the targets: 'Module\.weight'"):
+        Offloader(module, shared="raise", device=device).offload()
+
+
+def test_what_is_in_the_middle_raises_too(device: str) -> None:
+    module = pair(device)
+    with offloaded(module, device=device):
+        alias = module.weight.detach()
+        for each in (module.weight.two, alias, alias.two):
+            with pytest.raises(OffloadedTensorError, match=r"'Module\.weight'"):
+                each + 1
+    assert [type(each) for each in (module.weight.two, alias, alias.two)] == [Pair] * 3
+
+
+@pytest.mark.usefixtures("ranks")
+@pytest.mark.parametrize("which", MODULES)
+def test_one_whole_is_brought_back_by_itself(device: str, which: str) -> None:
+    module = MODULES[which](device)
+    wanted = content(members(module))
+    off = Offloader(module, device=device)
+    off.offload()
+    for each in members(module):
+        reload_tensor(each)
+        assert not is_away(each)
+    assert all(map(torch.equal, content(members(module)), wanted))
+    off.close()
+
+
+def test_two_parts_on_one_storage_are_written_once_into_its_checksum(device: str) -> None:
+    for middle in (4096, 100):  # in rows of their own, and in the same
+        base = torch.zeros(2 * middle, device=device)
+        module = nn.Module()
+        module.weight = nn.Parameter(Pair(base[:middle], base[middle:]), requires_grad=False)
+        with offloaded(module, device=device):
+            module.weight.copy_(Pair(torch.ones(middle, device=device), torch.ones(middle, device=device)))
+        assert float(base.sum()) == 2 * middle
+
+
+def test_an_interruption_between_two_parts_leaves_the_whole_loud(device: str) -> None:
+    module = nn.Module()
+    module.register_buffer("weight", Pair(torch.ones(3, device=device), torch.ones(3, device=device)))
+    one, two = module.weight.one, module.weight.two
+    struck = 0
+    for at in itertools.count(1, 7):
+        off = Offloader(module, device=device)
+        off.offload()
+        if not interrupted(at, lambda: reload_tensor(one), cut):
+            break
+        struck += 1
+        reload_tensor(one)
+        assert is_away(two)
+        with pytest.raises(OffloadedTensorError, match="weight"):
+            module.weight + 1
+        off.close()
+        assert type(module.weight) is Pair
+    assert struck > 100
+    off.close()
+
+
+def test_jagged_tensors(device: str) -> None:
+    module = nn.Module()
+    rows = [torch.randn(2, 3, device=device), torch.randn(4, 3, device=device)]
+    module.register_buffer("rows", torch.nested.nested_tensor(rows, layout=torch.jagged))
+    with offloaded(module, device=device) as off:
+        assert not off.report.left
+        assert is_away(module.rows)
+        with pytest.raises(OffloadedTensorError, match=r"'Module\.rows'"):
+            module.rows * 2
+    assert all(map(torch.equal, module.rows.unbind(), rows))
+
+
 # What carries tensors in attributes --------------------------------------------------------------------------------------
 
 
@@ -224,9 +354,10 @@ class Scaled(nn.Parameter):
 
 @pytest.fixture
 def scaled_is_known() -> Iterator[None]:
-    parts.register(__name__, "Scaled", lambda tensor: [("scale", tensor.scale)])
+    undo = parts.register(__name__, "Scaled", lambda tensor: [("scale", tensor.scale)])
     yield
-    del parts._registered[__name__, "Scaled"]
+    undo()
+    undo()
 
 
 @pytest.mark.usefixtures("scaled_is_known")
@@ -240,6 +371,45 @@ def test_a_class_of_ones_own_can_be_registered(device: str) -> None:
             module.weight.scale * 2
         with pytest.raises(OffloadedTensorError, match=r"'Module\.weight'"):
             module.weight * 2
+
+
+@pytest.mark.usefixtures("scaled_is_known")
+def test_each_answers_from_its_own_mirror(device: str) -> None:
+    """Also when only what is carried is offloaded: because the other was brought back, or could not go."""
+    fixed = torch.from_numpy(numpy.ones(4, dtype="float32")) if device == "cpu" else torch.ones(4, device=device)
+    for memory in (torch.ones(4, device=device), fixed):
+        module = nn.Module()
+        module.weight = Scaled(memory, requires_grad=False)
+        module.weight.scale = torch.full((8,), 7.0, device=device)
+        off = Offloader(module, device=device)
+        off.offload()
+        reload_scaled = memory is not fixed or device != "cpu"
+        if reload_scaled:
+            assert is_away(module.weight)
+            module.load_state_dict({"weight": torch.full((4,), 2.0)})
+            assert module.weight.cpu().tolist() == [2.0] * 4
+            off.reload()
+            off.offload()
+            entry = ledger.entry_of(storage_of(module.weight))
+            reload_entries([entry], torch.device(device), verify=True)
+        assert module.weight.scale.cpu().tolist() == [7.0] * 8
+        assert (
+            module.weight.cpu().tolist() == module.state_dict()["weight"].cpu().tolist() == [2.0 if reload_scaled else 1.0] * 4
+        )
+        module.load_state_dict({"weight": torch.full((4,), 3.0)})
+        off.reload()
+        assert module.weight.tolist() == [3.0] * 4
+        assert module.weight.scale.tolist() == [7.0] * 8
+        off.close()
+
+
+@pytest.mark.usefixtures("scaled_is_known")
+def test_what_carries_itself_is_taken_once(device: str) -> None:
+    module = nn.Module()
+    module.weight = Scaled(torch.ones(4, device=device), requires_grad=False)
+    module.weight.scale = Scaled(torch.ones(2, device=device), requires_grad=False)
+    module.weight.scale.scale = module.weight
+    assert_round_trip(module, device=device)
 
 
 def test_a_wrapper_that_does_not_say_what_it_wraps_is_refused(device: str) -> None:
@@ -357,7 +527,8 @@ def test_tensors_like_those_of_transformer_engine(device: str, monkeypatch: pyte
         with pytest.raises(OffloadedTensorError, match=r"__tensor_unflatten__.*'Module\.weight'"):
             weight.cpu()
     assert type(weight) is StandIn
-    assert [weight._data, weight._transpose] == inside[:2] or weight._data is inside[0]
+    now = [weight._data, weight._transpose, weight._scale_inv, weight._quantizer.scale, weight._quantizer.amax]
+    assert all(one is other for one, other in zip(now, inside, strict=True))
 
 
 def test_a_frozen_quantised_base_copies_once(device: str) -> None:

@@ -256,3 +256,14 @@ def test_an_alias_that_no_module_owns_any_more_is_an_alias(device: str) -> None:
     with pytest.raises(OffloadedTensorError):
         alias.sum()
     off.reload()
+
+
+def test_a_stale_view_somewhere_in_the_process_is_passed_over(device: str) -> None:
+    root = torch.ones(3, requires_grad=True) * 1
+    stale = root.unbind(0)
+    root.mul_(2)
+    with pytest.raises(RuntimeError, match="Output 0 of Unbind"):
+        stale[0].is_leaf  # noqa: B018
+    model = nn.Linear(4, 4, device=device)
+    alias = model.weight.view(-1)
+    assert is_exclusive(model.weight).aliases[0] is alias

@@ -14,7 +14,7 @@ from . import ledger
 from .guard import guard_of, refusal
 from .ledger import Entry
 from .parts import parts_of
-from .tensors import gradient_of
+from .tensors import gradient_of, storage_of
 
 
 class Barrier:
@@ -43,8 +43,8 @@ class Barrier:
     def is_needed(self) -> bool:
         """Whether the leaf's gradient is still on the entry's storage."""
         gradient = gradient_of(self._leaf) if self._attribute == "grad" else self._leaf.__dict__.get(self._attribute)
-        guards = [] if gradient is None else [guard_of(part.tensor) for part in parts_of(gradient)]
-        return any(found is not None and found.entry is self._entry for found in guards)
+        parts = [] if gradient is None else parts_of(gradient)
+        return any(ledger.entry_of(storage_of(part.tensor)) is self._entry for part in parts)
 
     def _refuse(self, _incoming: torch.Tensor) -> None:
         if self._entry.offloaded and self.is_needed():
@@ -72,8 +72,12 @@ def _check_step(optimizer: torch.optim.Optimizer, _args: object, _kwargs: object
     """Refuse a step of which a parameter or a gradient is offloaded; parameters without gradients are passed over by all."""
     if ledger.is_empty() or torch.compiler.is_compiling():
         return
+    mains = _main_parameters()
     for group in optimizer.param_groups:
         for parameter in group["params"]:
+            if id(parameter) in mains:
+                name, entry = mains[id(parameter)]
+                raise refusal(f"{type(optimizer).__name__}.step() would be followed by a copy into", name, entry)
             gradient = gradient_of(parameter)
             if gradient is None:
                 continue
@@ -81,3 +85,16 @@ def _check_step(optimizer: torch.optim.Optimizer, _args: object, _kwargs: object
                 found = guard_of(tensor)
                 if found is not None and found.entry.holds_tensors():
                     raise refusal(f"{type(optimizer).__name__}.step() would use", found.name, found.entry)
+
+
+def _main_parameters() -> dict[int, tuple[str, Entry]]:
+    """The main parameters of what is offloaded, by id: Megatron-core steps them, and then copies them into the model's."""
+    found: dict[int, tuple[str, Entry]] = {}
+    for entry in ledger.entries():
+        for reference in list(entry.guards) if entry.holds_tensors() else ():
+            guarded = reference()
+            tensor = None if guarded is None else guarded.tensor()
+            main = None if tensor is None else tensor.__dict__.get("main_param")
+            if guarded is not None and main is not None:
+                found[id(main)] = (guarded.name, entry)
+    return found

@@ -41,13 +41,15 @@ class Guard:
         name: for messages.
         entry: the ledger's entry of its storage.
         is_new: whether it is an alias that was made while offloaded.
+        tensor: gives the tensor, or None once it is gone.
     """
 
-    __slots__ = ("__weakref__", "_tensor", "cls", "entry", "is_new", "name")
+    __slots__ = ("__weakref__", "_is_plain", "cls", "entry", "is_new", "name", "tensor")
 
     def __init__(self, tensor: torch.Tensor, name: str, entry: Entry, *, is_new: bool = False) -> None:
         is_parameter = isinstance(tensor, torch.nn.Parameter)
-        self._tensor: Callable[[], torch.Tensor | None] = (lambda: tensor) if is_parameter else weakref.ref(tensor)
+        self._is_plain = type(tensor) in (torch.Tensor, torch.nn.Parameter) and tensor.layout is torch.strided
+        self.tensor: Callable[[], torch.Tensor | None] = (lambda: tensor) if is_parameter else weakref.ref(tensor)
         self.cls, self.name, self.entry, self.is_new = type(tensor), name, entry, is_new
         guarded = _guarded_class(self.cls, name)
         entry.guards[weakref.ref(self, entry.guards.pop)] = None
@@ -58,10 +60,10 @@ class Guard:
 
     def lift(self) -> None:
         """Make the tensor what it was, unless another tensor inside of it is still offloaded. Calling it twice is harmless."""
-        tensor = self._tensor()
+        tensor = self.tensor()
         if tensor is None:
             return
-        if self._handed_over(tensor):
+        if not self._is_plain and self._handed_over(tensor):
             return
         _move_version(tensor, self.entry.writes - _FAR)
         if type(tensor) in _bases:
@@ -73,8 +75,8 @@ class Guard:
         inside = (ledger.entry_of(storage_of(part.tensor)) for part in parts_of(tensor) if part.tensor is not tensor)
         for other in inside:
             if other is not None and other is not self.entry and other.holds_tensors():
+                other.guards[weakref.ref(self, other.guards.pop)] = None  # first, in case of an interruption
                 self.entry = other
-                self.entry.guards[weakref.ref(self, self.entry.guards.pop)] = None
                 return True
         return False
 
@@ -102,7 +104,7 @@ def lift(entry: Entry) -> None:
     """Free every tensor that was guarded for this entry, newest first. Calling it twice is harmless."""
     for reference in list(entry.guards)[::-1]:  # a copy: those that die leave the table
         found = reference()
-        if found is not None:
+        if found is not None and found.entry is entry:  # not handed over to another
             found.lift()
 
 
@@ -213,53 +215,62 @@ def refusal(what: str, name: str, entry: Entry) -> OffloadedTensorError:
     )
 
 
-def _served(guard: Guard) -> Entry:
-    """The entry whose mirror answers for the tensor."""
-    guard.entry.check_process()
-    if not guard.entry.offloaded:
-        raise refusal("a host read cannot be served for", guard.name, guard.entry)
-    return guard.entry
-
-
-def _entry_of(tensor: torch.Tensor) -> Entry | None:
-    """The entry of its storage, if that is offloaded."""
-    entry = None if is_whole(tensor) else ledger.entry_of(storage_of(tensor))
-    return entry if entry is not None and entry.offloaded else None
-
-
 def _alias(source: Guard, tensor: torch.Tensor) -> torch.Tensor:
     """Guard an alias that was made while offloaded."""
     for part in parts_of(tensor):
         entry = ledger.entry_of(storage_of(part.tensor))
-        if part.tensor is not tensor and entry is not None and guard_of(part.tensor) is None:
-            Guard(part.tensor, source.name, entry, is_new=True)
-    if type(tensor) in _bases:  # some classes make their aliases of type(self)
-        tensor.__class__ = _bases[type(tensor)]
-    Guard(tensor, source.name, source.entry, is_new=True)
+        if entry is not None:
+            for each in (part.tensor, *part.around):
+                if each is not tensor and guard_of(each) is None:
+                    _guard_new(each, source.name, entry)
+    _guard_new(tensor, source.name, source.entry)
     return tensor
 
 
-def _host(tensor: torch.Tensor, make: Callable[[torch.Tensor, Entry], torch.Tensor]) -> torch.Tensor:
-    """A host tensor like this one. For each tensor with memory, ``make`` gives what stands for it if it is offloaded; what is
-    resident is copied."""
+def _guard_new(tensor: torch.Tensor, name: str, entry: Entry) -> None:
+    if type(tensor) in _bases:  # some classes make their aliases of type(self)
+        tensor.__class__ = _bases[type(tensor)]
+    Guard(tensor, name, entry, is_new=True)
+
+
+def _host(
+    tensor: torch.Tensor,
+    make: Callable[[torch.Tensor, Entry], torch.Tensor],
+    copy: Callable[[torch.Tensor], torch.Tensor] | None = None,
+) -> torch.Tensor:
+    """A host tensor like this one: ``make`` gives what stands for each tensor with memory that is offloaded, ``copy`` (a copy)
+    for what is resident."""
+    copy = copy or _resident_copy
     found = guard_of(tensor)
-    entry = _entry_of(tensor) if found is None else _served(found)
     if is_whole(tensor):
         try:
-            return rebuilt(tensor, type(tensor) if found is None else found.cls, lambda inner: _host(inner, make))
+            return rebuilt(tensor, _bases.get(type(tensor), type(tensor)), lambda inner: _host(inner, make, copy))
         except TypeError as error:
             if found is None:
                 raise
             raise refusal(f"{error}, so a host read cannot be served for", found.name, found.entry) from error
-    return tensor.to("cpu", copy=True) if entry is None else make(tensor, entry)
+    entry = ledger.entry_of(storage_of(tensor))  # what guards it may be another storage's, of something that it carries
+    if entry is None:
+        return copy(tensor)
+    entry.check_process()
+    if not entry.offloaded:
+        raise refusal("a host read cannot be served for", entry.name if found is None else found.name, entry)
+    return make(tensor, entry)
+
+
+def _resident_copy(tensor: torch.Tensor) -> torch.Tensor:
+    copied: torch.Tensor = plainly(torch.Tensor.to, tensor, "cpu", copy=True)
+    return copied
 
 
 def _device_copy(guard: Guard, device: torch.device, tensor: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
     """A fresh tensor with the values on a device, in the dtype of these arguments of `to`; waits for the copy."""
     if torch.is_grad_enabled() and tensor.requires_grad:
         raise refusal("autograd would record the copy (detach() first, or use torch.no_grad()) of", guard.name, guard.entry)
-    dtype = torch._C._nn._parse_to(*args, **{key: value for key, value in kwargs.items() if key in ("dtype", "other")})[1]
-    return _host(tensor, serving.mirror_view).to(device, dtype, copy=True)
+    keywords = {key: value for key, value in kwargs.items() if key not in ("copy", "device", "memory_format")}
+    _, dtype, _, layout = torch._C._nn._parse_to(*args, **keywords)
+    layout = layout or kwargs.get("memory_format") or torch.preserve_format
+    return _host(tensor, serving.mirror_view).to(device, dtype, copy=True, memory_format=layout)
 
 
 def _copy_into(guard: Guard, tensor: torch.Tensor, source: Any, non_blocking: bool = False) -> torch.Tensor:  # noqa: ARG001
@@ -271,14 +282,22 @@ def _copy_into(guard: Guard, tensor: torch.Tensor, source: Any, non_blocking: bo
         views.append((entry, serving.slot_view(part, entry)))
         return views[-1][1]
 
+    host = source if guard_of(source) is None else _host(source, serving.host_copy)
+    if not is_whole(tensor) and ledger.entry_of(storage_of(tensor)) is None:  # only what it carries is offloaded
+        written: torch.Tensor = plainly(torch.Tensor.copy_, tensor, host)
+        return written
     if tensor.layout is not torch.strided:
         raise refusal(f"copy_ into the layout {tensor.layout} is not possible on", guard.name, guard.entry)
     if torch.is_grad_enabled() and (tensor.requires_grad or source.requires_grad):
         raise refusal("copy_ is recorded by autograd (write under torch.no_grad()) on", guard.name, guard.entry)
-    target = _host(tensor, writable)
-    if len(views) < sum(part.tensor.numel() > 0 for part in parts_of(tensor)):
-        raise refusal("copy_ would write a part that is resident and one that is not of", guard.name, guard.entry)
-    serving.write(target, views, source if guard_of(source) is None else _host(source, serving.host_copy))
+
+    def resident(part: torch.Tensor) -> torch.Tensor:
+        if part.numel():
+            raise refusal("copy_ would write what is resident together with what is not of", guard.name, guard.entry)
+        return _resident_copy(part)
+
+    target = _host(tensor, writable, resident)
+    serving.write(target, views, host)
     return tensor
 
 

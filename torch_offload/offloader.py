@@ -11,6 +11,7 @@ from . import device as devices
 from . import ledger
 from .contexts import Context
 from .interrupts import Deferred
+from .parts import parts_of
 from .plan import Plan
 from .report import Residency, TransitionReport
 from .scope import Aim, Logged, Scope
@@ -199,7 +200,7 @@ def resident(
 
 
 def reload(tensor: torch.Tensor, *, verify: bool = True) -> None:
-    """Bring one tensor's storage back, with all tensors on it. For tensors whose model is gone; does nothing if resident.
+    """Bring one tensor's storages back, with all tensors on them. For tensors whose model is gone; does nothing if resident.
 
     Args:
         tensor: any offloaded tensor.
@@ -211,6 +212,6 @@ def reload(tensor: torch.Tensor, *, verify: bool = True) -> None:
     if not isinstance(tensor, torch.Tensor):
         raise TypeError(f"reload() takes a tensor, not a {type(tensor).__name__}; use an Offloader for modules and optimizers")
     with Deferred(), ledger.LOCK:
-        storage = storage_of(tensor)
-        entry = ledger.entry_of(storage)
-        reload_entries([] if entry is None else [entry], storage.device, verify=verify)
+        storages = [storage_of(part.tensor) for part in parts_of(tensor)]
+        entries = {id(entry): entry for found in storages if (entry := ledger.entry_of(found)) is not None}
+        reload_entries(list(entries.values()), storages[0].device if storages else torch.device("cpu"), verify=verify)

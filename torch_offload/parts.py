@@ -29,37 +29,64 @@ class Part:
         tensor: the tensor.
         suffix: what its name has beyond the name of the whole: ``""`` or ``"._local_tensor"``.
         hidden: holders of its storage inside of the whole that are no tensor object.
+        around: the tensors around it that are inside of the whole themselves.
     """
 
     tensor: torch.Tensor
     suffix: str = ""
     hidden: int = 0
+    around: tuple[torch.Tensor, ...] = ()
 
 
-def register(where: str, name: str, carried: Carried, *, wraps: bool = False) -> None:
+def register(where: str, name: str, carried: Carried, *, wraps: bool = False) -> Callable[[], None]:
     """Say which tensors the tensors, or the modules, of a class carry in attributes: those are offloaded with them.
 
+    For the whole process, since a class is; call it when nothing of that class is offloaded.
+
     Example:
-        >>> register("mypackage.tensors", "Scaled", lambda tensor: [("scale", tensor.scale)])
+        >>> undo = register("mypackage.tensors", "Scaled", lambda tensor: [("scale", tensor.scale)])
 
     Args:
         where, name: the module of the class and its name there; it is looked up when it has been imported, never before.
         carried: gives pairs of a name and a tensor, as they are at the moment. Looks at attributes only.
         wraps: of a class of tensors, whether their own storage has no memory.
+
+    Returns:
+        What undoes it.
     """
+    before = _registered.get((where, name))
     _registered[where, name] = (carried, wraps)
+
+    def undo() -> None:
+        if before is None:
+            _registered.pop((where, name), None)
+        else:
+            _registered[where, name] = before
+
+    return undo
 
 
 def parts_of(tensor: torch.Tensor) -> list[Part]:
     """The tensors with memory that this one consists of: itself alone, if it is like most."""
-    layout = attribute(tensor, "layout")
+    return list(_parts_of(tensor, set()))
+
+
+def _parts_of(tensor: torch.Tensor, seen: set[int]) -> Iterator[Part]:
+    is_plain = type(tensor) in (torch.Tensor, torch.nn.Parameter)
+    layout = tensor.layout if is_plain else attribute(tensor, "layout")
     if layout in _ACCESSORS:
-        return [Part(plainly(getattr(torch.Tensor, name), tensor), f".{name}", hidden=1) for name in _ACCESSORS[layout]]
-    if type(tensor) in (torch.Tensor, torch.nn.Parameter):
-        return [Part(tensor)]
-    if is_traceable_wrapper_subclass(tensor):
-        return list(_below(inner_of(tensor).items()))
-    return [*([] if _wraps(tensor) else [Part(tensor)]), *_below(carried_by(tensor))]
+        for name in _ACCESSORS[layout]:
+            yield Part(plainly(getattr(torch.Tensor, name), tensor), f".{name}", hidden=1)
+        return
+    is_wrapper = not is_plain and is_traceable_wrapper_subclass(tensor)
+    if not is_wrapper and not (not is_plain and _wraps(tensor)):
+        yield Part(tensor)
+    if not is_plain:
+        seen.add(id(tensor))  # what is carried may refer to what carries it
+        for name, each in inner_of(tensor).items() if is_wrapper else carried_by(tensor):
+            for part in _parts_of(each, seen) if id(each) not in seen else ():
+                around = part.around if part.tensor is each else (each, *part.around)
+                yield dataclasses.replace(part, suffix=f".{name}{part.suffix}", around=around)
 
 
 def carried_by(thing: torch.Tensor | torch.nn.Module) -> list[tuple[str, torch.Tensor]]:
@@ -111,12 +138,6 @@ def foreign(where: str, name: str) -> Any:
 
 def _wraps(tensor: torch.Tensor) -> bool:
     return any(wraps and isinstance(tensor, foreign(where, name)) for (where, name), (_, wraps) in _registered.items())
-
-
-def _below(members: Iterable[tuple[str, torch.Tensor]]) -> Iterator[Part]:
-    for name, each in members:
-        for part in parts_of(each):
-            yield dataclasses.replace(part, suffix=f".{name}{part.suffix}")
 
 
 _ACCESSORS = {  # of the tensors inside of a sparse one; each call gives a new tensor object on the same storage

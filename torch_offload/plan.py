@@ -39,8 +39,8 @@ class Named:
         return (0 if self.claim.of is None else id(self.claim.of), f"{self.claim.name}{self.part.suffix}")
 
     def tensors(self) -> list[torch.Tensor]:
-        """The tensor with the memory, the claimed one around it, and the one that it belongs to."""
-        every = (self.part.tensor, self.claim.tensor, self.claim.of)
+        """The tensor with the memory, those around it, and the one that it belongs to."""
+        every = (self.part.tensor, *self.part.around, self.claim.tensor, self.claim.of)
         return list({id(each): each for each in every if each is not None}.values())
 
 
@@ -95,15 +95,17 @@ class Planned:
         """The tensors on it, and the leaves whose gradients are on it."""
         return [*(tensor for named in self.claims for tensor in named.tensors()), *self.aliases, *self.leaves]
 
-    def hidden(self) -> int:
-        """How many holders are no tensor objects, but inside of tensors that are claimed."""
-        return sum({id(named.claim.tensor): named.part.hidden for named in self.claims}.values())
+    def inside(self) -> list[Part]:
+        """The parts of wholes that are on it, one for each whole."""
+        return list({id(named.claim.tensor): named.part for named in self.claims if named.part.suffix}.values())
 
     def move(self, verdict: Verdict) -> Move:
         """How to offload it, guarding the aliases that the checker found as well."""
         names = {id(named.claim.tensor): named.name for named in self.claims}
         tensors = [(named.part.tensor, named.name) for named in self.claims]
-        tensors += [(named.claim.tensor, named.name.removesuffix(named.part.suffix)) for named in self.claims]
+        for named in self.claims:
+            whole = named.name.removesuffix(named.part.suffix)
+            tensors += [(each, whole) for each in (*named.part.around, named.claim.tensor)]
         tensors += [(alias, self.name) for alias in (*self.aliases, *verdict.aliases)]
         gradients = [(leaf, "grad", names.get(id(gradient_of(leaf)), self.name)) for leaf in (*self.leaves, *verdict.leaves)]
         gradients += [
@@ -236,7 +238,7 @@ class Plan:
                     f"{each.name!r} is a {type(each.claims[0].part.tensor).__name__}, whose storage has no memory: {_WRAPS}. "
                     "Nothing was touched"
                 )
-        verdicts = examine([(each.storage, each.known(), each.hidden()) for each in planned])
+        verdicts = examine([(each.storage, each.known(), each.inside()) for each in planned])
         moves, left = [], []
         for each, verdict in zip(planned, verdicts, strict=True):
             if _may_go(each.shared, verdict.holding):

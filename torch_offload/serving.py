@@ -79,7 +79,9 @@ def copy_device(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tor
         own: torch.device = args[0].device
         return own
     if func is _Tensor.cuda:
-        return torch.device("cuda" if len(args) < 2 else args[1])
+        wanted = args[1] if len(args) > 1 else kwargs.get("device")
+        index = wanted if wanted is None or isinstance(wanted, int) else torch.device(wanted).index
+        return torch.device("cuda", torch.cuda.current_device() if index is None else index)
     return _device_in(*args[1:], **kwargs) if func is _Tensor.to else None
 
 
@@ -130,24 +132,38 @@ def write(target: torch.Tensor, views: Sequence[tuple[Entry, torch.Tensor]], sou
         views: those, each with its entry.
         source: any tensor that can be copied there.
     """
-    rests = [None if entry.checksum is None else entry.checksum - _checksum_of_rows(entry, view) for entry, view in views]
+    entries = {id(entry): entry for entry, _ in views}
+    rows = {key: _rows([view for entry, view in views if id(entry) == key]) for key in entries}
+    rests = {key: entry.checksum - _sum(entry, rows[key]) for key, entry in entries.items() if entry.checksum is not None}
     try:
         target.copy_(source)
     finally:
-        for (entry, view), rest in zip(views, rests, strict=True):
-            if rest is not None:
-                entry.checksum = checksum.wrapped(rest + _checksum_of_rows(entry, view))
-    for entry, _ in views:
+        for key, rest in rests.items():
+            entries[key].checksum = checksum.wrapped(rest + _sum(entries[key], rows[key]))
+    for entry in entries.values():
         entry.written()
 
 
-def _checksum_of_rows(entry: Entry, view: torch.Tensor) -> int:
-    """What the rows that a host view lies in add to the storage's checksum."""
-    assert entry.slot is not None
-    if view.numel() == 0:
-        return 0
+def _rows(views: Sequence[torch.Tensor]) -> list[tuple[int, int]]:
+    """The rows of a storage that these host views of it lie in, as ranges that do not overlap."""
+    found: list[tuple[int, int]] = []
+    for start, stop in sorted(_extent(view) for view in views if view.numel()):
+        if found and start <= found[-1][1]:
+            found[-1] = (found[-1][0], max(stop, found[-1][1]))
+        else:
+            found.append((start, stop))
+    return found
+
+
+def _extent(view: torch.Tensor) -> tuple[int, int]:
+    """The first row that a view lies in, and the one after its last."""
     extent = 1 + sum((size - 1) * stride for size, stride in zip(view.size(), view.stride(), strict=True))
     start = view.storage_offset() * view.element_size() // checksum.ROW
-    stop = -(-((view.storage_offset() + extent) * view.element_size()) // checksum.ROW)
-    rows = entry.slot.bytes()[start * checksum.ROW : stop * checksum.ROW]
-    return checksum.partial(rows, start)
+    return start, -(-((view.storage_offset() + extent) * view.element_size()) // checksum.ROW)
+
+
+def _sum(entry: Entry, rows: Sequence[tuple[int, int]]) -> int:
+    """What these rows add to the storage's checksum."""
+    assert entry.slot is not None
+    found = entry.slot.bytes()
+    return sum(checksum.partial(found[start * checksum.ROW : stop * checksum.ROW], start) for start, stop in rows)

@@ -25,7 +25,7 @@ from typing import Any
 import torch
 
 from .errors import SharedStorageError, gib, listed
-from .parts import parts_of
+from .parts import Part, parts_of
 from .tensors import Storage, address_of, attribute, byte_view, gradient_of, plainly, storage_of
 
 # The verbs -------------------------------------------------------------------------------------------------------------
@@ -110,7 +110,8 @@ def is_exclusive(tensor: torch.Tensor, known: Iterable[torch.Tensor] = ()) -> Ve
         A `Verdict`, truthy or falsy, with reasons. Neither synchronises nor allocates on the device; may run the garbage
         collector, and a backward over nothing, when something is unexplained.
     """
-    verdicts = examine([(storage_of(part.tensor), [part.tensor, tensor, *known], part.hidden) for part in parts_of(tensor)])
+    cases = [(part, [part] if part.suffix else []) for part in parts_of(tensor)]
+    verdicts = examine([(storage_of(part.tensor), [part.tensor, tensor, *known], inside) for part, inside in cases])
     return max(verdicts, key=lambda verdict: list(Holding).index(verdict.holding))
 
 
@@ -138,13 +139,13 @@ def advice(verdict: Verdict) -> str:
     }[verdict.holding]
 
 
-def examine(storages: Sequence[tuple[Storage, Sequence[torch.Tensor], int]]) -> list[Verdict]:
-    """`is_exclusive` for many storages, each with its known tensors and the number of its other known holders, at the cost of
-    one look at the heap at most.
+def examine(storages: Sequence[tuple[Storage, Sequence[torch.Tensor], Sequence[Part]]]) -> list[Verdict]:
+    """`is_exclusive` for many storages, each with its known tensors and the parts of known wholes on it, at the cost of one
+    look at the heap at most.
 
     A look costs 0.1 to 0.4 s. What it found is remembered for as long as that explains all holders.
     """
-    cases = [_Case(storage, known, hidden) for storage, known, hidden in storages]
+    cases = [_Case(storage, known, parts) for storage, known, parts in storages]
     doubtful = [case for case in cases if case.is_doubtful() and not case.remembered()]
     if doubtful:
         _look(doubtful)
@@ -162,9 +163,11 @@ def examine(storages: Sequence[tuple[Storage, Sequence[torch.Tensor], int]]) -> 
 class _Case:
     """One storage under examination."""
 
-    def __init__(self, storage: Storage, known: Sequence[torch.Tensor], hidden: int) -> None:
+    def __init__(self, storage: Storage, known: Sequence[torch.Tensor], parts: Sequence[Part]) -> None:
         self.storage = storage
-        self.hidden = hidden
+        self.hidden = sum(part.hidden for part in parts)
+        # a whole around the very same tensor object adds no holder to its storage, but one to the object
+        self.inside = [(weakref.ref(part.tensor), sys.getrefcount(part.tensor)) for part in parts]
         self.given = {id(tensor) for tensor in known}
         self.wholes: dict[int, torch.Tensor] = {}  # found beyond the given ones: around tensors on it
         self.fixed = _not_resizable(storage)
@@ -207,13 +210,20 @@ class _Case:
 
     def is_doubtful(self) -> bool:
         """Whether somebody beyond the known tensors may hold the storage."""
-        return self.fixed is None and (self.initial != 0 or bool(self.visible) or self.has_unknown_leaf())
+        return self.fixed is None and (self.initial != 0 or bool(self.visible or self.inside) or self.has_unknown_leaf())
 
     def remembered(self) -> bool:
         """Take over what an earlier look found; whether that explains every holder."""
         past = _seen.get(self.storage._cdata)
-        if past is None or past.storage() is not self.storage:
-            return False
+        if past is None or past.storage() is not self.storage or self.hidden or past.inside != self.inside:
+            return False  # what is inside of sparse tensors has no object that could be asked
+        for whole, place in past.wholes:
+            found = whole()
+            if found is None or (place is not None and not place.has(found)):
+                return False
+            if id(found) not in self.given:
+                self.wholes[id(found)] = found
+                self.owners |= {} if place is None else {id(found): place}
         for reference, place in past.visible:
             tensor = reference()
             if tensor is None or id(tensor) in self.known | self.quiet or address_of(tensor) != self.storage._cdata:
@@ -231,17 +241,20 @@ class _Case:
 
     def remember(self) -> None:
         found = [(weakref.ref(tensor), self.owners.get(key)) for key, tensor in self.visible.items()]
-        _seen[self.storage._cdata] = _Seen(weakref.ref(self.storage), found, list(map(weakref.ref, self.leaves.values())))
+        wholes = [(weakref.ref(whole), self.owners.get(key)) for key, whole in self.wholes.items()]
+        leaves = list(map(weakref.ref, self.leaves.values()))
+        _seen[self.storage._cdata] = _Seen(weakref.ref(self.storage), found, leaves, wholes, self.inside)
 
     def verdict(self) -> Verdict:
         if self.fixed is not None:
             return Verdict(Holding.NOT_RESIZABLE, (self.fixed,))
         aliases = tuple({**self.visible, **self.quiet, **self.wholes}.values())
         reasons, holding = [], Holding.EXCLUSIVE
-        if others := [tensor for key, tensor in self.visible.items() if key not in self.owners]:
+        around = {**self.visible, **self.wholes}
+        if others := [tensor for key, tensor in around.items() if key not in self.owners]:
             holding = Holding.ALIASED
             reasons.append("other tensors on it: " + ", ".join(_described(tensor) for tensor in others[:5]))
-        leaves = [leaf for leaf in self.leaves.values() if id(gradient_of(leaf)) in {**self.known, **self.visible}]
+        leaves = [leaf for leaf in self.leaves.values() if id(gradient_of(leaf)) in {*self.given, *around}]
         users = {*(place.text for place in self.owners.values()), *(f"the gradient of a {_described(leaf)}" for leaf in leaves)}
         if users:
             holding = Holding.IN_USE
@@ -280,6 +293,8 @@ class _Seen:
     storage: weakref.ref[Storage]
     visible: list[tuple[weakref.ref[torch.Tensor], _Place | None]]
     leaves: list[weakref.ref[torch.Tensor]]
+    wholes: list[tuple[weakref.ref[torch.Tensor], _Place | None]]
+    inside: list[tuple[weakref.ref[torch.Tensor], int]]
 
 
 _seen: dict[int, _Seen] = {}
@@ -306,21 +321,25 @@ def _look(cases: Iterable[_Case]) -> None:
                         case = by_storage.get(address_of(part.tensor))
                         if case is not None and id(thing) not in case.given:
                             case.wholes[id(thing)] = thing
-            if gradient_of(thing) is not None:
-                leaves.append(thing)
+            with contextlib.suppress(RuntimeError):  # a view whose base was changed in place does not say whether it is a leaf
+                if gradient_of(thing) is not None:
+                    leaves.append(thing)
         elif issubclass(kind, torch.nn.Module):
             modules.append(thing)
-    wanted = {key: case for case in by_storage.values() for key in {**case.known, **case.visible}}
+    wanted: dict[int, list[_Case]] = {}  # a whole has memory on several storages
+    for case in by_storage.values():
+        for key in {*case.given, *case.visible, *case.wholes}:
+            wanted.setdefault(key, []).append(case)
     for leaf in leaves:
-        case = wanted.get(id(gradient_of(leaf)))
-        if case is not None and id(leaf) not in case.known_leaves:
-            case.leaves[id(leaf)] = leaf
+        for case in wanted.get(id(gradient_of(leaf)), ()):
+            if id(leaf) not in case.known_leaves:
+                case.leaves[id(leaf)] = leaf
     for module in modules:
         for table in ("_parameters", "_buffers"):
             for name, tensor in (module.__dict__.get(table) or {}).items():
-                case = wanted.get(id(tensor))
-                if case is not None and id(tensor) in case.visible:
-                    case.owners[id(tensor)] = _Place(weakref.ref(module), table, name, f"{type(module).__name__}.{name}")
+                for case in wanted.get(id(tensor), ()):
+                    if id(tensor) in case.visible or id(tensor) in case.wholes:
+                        case.owners[id(tensor)] = _Place(weakref.ref(module), table, name, f"{type(module).__name__}.{name}")
 
 
 def _finish_failed_backward() -> None:

@@ -21,7 +21,7 @@ class Claim:
     """A tensor that a strategy asks to be moved with its component.
 
     Attributes:
-        tensor: any tensor with a storage; the whole storage moves.
+        tensor: any tensor. The storages of all that it consists of (`torch_offload.parts`) move whole.
         name: its name below the target, or below ``of`` if that is given: ``"layers.0.weight"``, ``"grad"``, ``"exp_avg"``. A
             gradient's is the attribute of ``of`` that it stands in.
         component: one of the strategy's ``components``.

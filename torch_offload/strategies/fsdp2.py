@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import functools
 import weakref
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
 
 from ..errors import OffloadedTensorError, UnsupportedTargetError
-from ..parts import foreign
+from ..parts import foreign, parts_of
 from ..tensors import gradient_of
 from .base import Claim
 from .methods import refuse
@@ -49,9 +49,16 @@ class FSDP2Strategy(PerParameterStrategy):
                 )
 
     def wait(self) -> None:
-        for part in torch.nn.Module.modules(self.target):
-            if isinstance(part, foreign(*_MODULE)):
-                part.reshard()  # not recursive
+        for _, group in _groups(self.target):
+            if group._all_gather_result is not None:  # a pending unshard would end with parameters from before
+                work = group._all_gather_result.all_gather_work
+                if isinstance(work, torch.distributed.Work):
+                    work.wait()
+                group._all_gather_result = None
+            group._to_sharded()  # reshard() does nothing after a forward that failed
+            for each in group.fsdp_params:
+                if each.sharded_state.name != "SHARDED":
+                    each.to_sharded()
 
     def claims(self) -> Iterator[Claim]:
         yield from super().claims()
@@ -59,21 +66,32 @@ class FSDP2Strategy(PerParameterStrategy):
         for path, each in _sharded_parameters(self.target):
             parameter = each.sharded_param
             yield Claim(tensor=each._sharded_param_data, name="_sharded_param_data", component="params", of=parameter)
-            for name, of, gradient in _unreduced(each):
-                yield Claim(tensor=gradient, name=name, component="grads", of=of, of_name=f"{path} unsharded", discard=discard)
-
-    def aliases(self) -> Iterator[torch.Tensor]:
-        for _, each in _sharded_parameters(self.target):
-            yield from each.all_gather_outputs
-            yield from getattr(each, "_unsharded_inner_tensors", ())
+            if getattr(each, "_sharded_post_forward_param_data", None) is not None:
+                name = "_sharded_post_forward_param_data"
+                yield Claim(tensor=getattr(each, name), name=name, component="params", of=parameter)
+            for name, gradient in _unreduced(each):
+                if name == "grad":
+                    of, of_name = each._unsharded_param, f"{path} unsharded"
+                else:
+                    of, of_name, name = None, "", f"{path}.{name}"
+                yield Claim(tensor=gradient, name=name, component="grads", of=of, of_name=of_name, discard=discard)
+        for path, group in _groups(self.target):
+            if group._partial_reduce_output is not None:
+                name = f"{path}._partial_reduce_output".lstrip(".")
+                yield Claim(tensor=group._partial_reduce_output, name=name, component="grads", discard=discard)
 
     def barriers(self, check: Callable[[str], None]) -> Iterator[Callable[[], None]]:  # noqa: ARG002
         for _, each in _sharded_parameters(self.target):
             yield from refuse(each, "reset_sharded_param", functools.partial(_is_in_place, weakref.ref(each)))
-        for part in torch.nn.Module.modules(self.target):
-            if isinstance(part, foreign(*_MODULE)):
-                begins = functools.partial(_check_gradients, weakref.ref(self.target))
-                yield from refuse(part._get_fsdp_state(), "_register_root_post_backward_final_callback", begins)
+        for _, group in _groups(self.target):
+            yield from refuse(group, "unshard", functools.partial(_check_shards, weakref.ref(group)))
+        begins = functools.partial(_check_backward, weakref.ref(self.target))
+        own = [state for _, state in _states(self.target).values()]
+        every = {
+            id(each): each for state in own for each in (state, *state._state_ctx.all_states)
+        }  # a root around the target too
+        for state in every.values():
+            yield from refuse(state, "_register_root_post_backward_final_callback", begins)
 
     def named_parameters(self) -> Iterator[tuple[str, torch.nn.Parameter]]:
         """The shards, also while something else stands in the modules in their place."""
@@ -87,24 +105,38 @@ class FSDP2Strategy(PerParameterStrategy):
     def gradients(self) -> Iterator[str]:
         yield from super().gradients()
         for path, each in _sharded_parameters(self.target):
-            yield from (f"{path}.{name} (unsharded)" for name, _, _ in _unreduced(each))
+            yield from (f"{path}.{name} (unsharded)" for name, _ in _unreduced(each))
+        for path, group in _groups(self.target):
+            if group._partial_reduce_output is not None:
+                yield f"{path}._partial_reduce_output".lstrip(".")
+
+
+def _states(module: torch.nn.Module) -> dict[int, tuple[str, Any]]:
+    """FSDP2's state of each module, or of several that were sharded together, by its id, with the name of the first."""
+    found: dict[int, tuple[str, Any]] = {}
+    for path, part in torch.nn.Module.named_modules(module):
+        if isinstance(part, foreign(*_MODULE)):
+            state = part._get_fsdp_state()
+            found.setdefault(id(state), (path, state))
+    return found
+
+
+def _groups(module: torch.nn.Module) -> Iterator[tuple[str, Any]]:
+    """The groups of parameters that are gathered together, with the name of their module; torch 2.11 has at most one each."""
+    for path, state in _states(module).values():
+        several = getattr(state, "_fsdp_param_groups", None)
+        if several is None:
+            several = [state._fsdp_param_group] if state._fsdp_param_group else []
+        yield from ((path, group) for group in several)
 
 
 def _sharded_parameters(module: torch.nn.Module) -> Iterator[tuple[str, Any]]:
     """FSDP2's record of each parameter that it shards (`FSDPParam`), with the name of the parameter."""
     names = {id(part): path for path, part in torch.nn.Module.named_modules(module)}
-    for part in torch.nn.Module.modules(module):
-        if isinstance(part, foreign(*_MODULE)):
-            for group in _groups(part._get_fsdp_state()):
-                for each in group.fsdp_params:
-                    path = names.get(id(each._module_info.module), "")
-                    yield f"{path}.{each._module_info.param_name}".lstrip("."), each
-
-
-def _groups(state: Any) -> Iterable[Any]:
-    """The groups of parameters that are gathered together; torch 2.11 has at most one for each module."""
-    several = getattr(state, "_fsdp_param_groups", None)
-    return several if several is not None else [state._fsdp_param_group] if state._fsdp_param_group else []
+    for _, group in _groups(module):
+        for each in group.fsdp_params:
+            path = names.get(id(each._module_info.module), "")
+            yield f"{path}.{each._module_info.param_name}".lstrip("."), each
 
 
 def _is_in_place(reference: weakref.ref[Any], _call: str) -> bool:
@@ -119,26 +151,37 @@ def _is_in_place(reference: weakref.ref[Any], _call: str) -> bool:
     return False
 
 
-def _check_gradients(reference: weakref.ref[Any], _call: str) -> None:
-    """Refuse a backward by name, where FSDP2 begins it, if it would reduce into an offloaded gradient.
+def _check_backward(reference: weakref.ref[Any], _call: str) -> None:
+    """Refuse a backward by name, where FSDP2 begins it, if it would gather offloaded shards or add to offloaded gradients.
 
     FSDP2 (torch 2.13) never finishes another backward after one that failed on its way.
     """
     target = reference()
-    for _, each in () if target is None else _sharded_parameters(target):
-        gradient: Any = gradient_of(each.sharded_param)
-        if gradient is not None:
-            try:
-                gradient._local_tensor.data_ptr()
-            except OffloadedTensorError as error:
-                raise OffloadedTensorError(str(error).replace("data_ptr", "backward()", 1)) from None
+    shards = [] if target is None else [each._sharded_param_data for _, each in _sharded_parameters(target)]
+    claims = [] if target is None else [claim for claim in FSDP2Strategy(target).claims() if claim.component == "grads"]
+    for tensor in (*shards, *(part.tensor for claim in claims for part in parts_of(claim.tensor))):
+        _refuse_if_offloaded(tensor, "backward()")
 
 
-def _unreduced(each: Any) -> Iterator[tuple[str, torch.Tensor, torch.Tensor]]:
-    """Gradients that wait unsharded for a reduction: attribute, the tensor that has it, gradient."""
+def _check_shards(reference: weakref.ref[Any], call: str) -> None:
+    """Refuse to gather what is offloaded: one rank alone would copy it out of the mirror and compute."""
+    group = reference()
+    for each in () if group is None else group.fsdp_params:
+        _refuse_if_offloaded(each._sharded_param_data, call)
+
+
+def _refuse_if_offloaded(tensor: torch.Tensor, call: str) -> None:
+    try:
+        tensor.data_ptr()
+    except OffloadedTensorError as error:
+        raise OffloadedTensorError(str(error).replace("data_ptr", call, 1)) from None
+
+
+def _unreduced(each: Any) -> Iterator[tuple[str, torch.Tensor]]:
+    """Gradients that wait unsharded for a reduction, with the attribute that each stands in."""
     unsharded: Any = getattr(each, "_unsharded_param", None)
     gradient = None if unsharded is None else gradient_of(unsharded)
     if gradient is not None:
-        yield "grad", unsharded, gradient
+        yield "grad", gradient
     if each.unsharded_accumulated_grad is not None:
-        yield "unsharded_accumulated_grad", each.sharded_param, each.unsharded_accumulated_grad
+        yield "unsharded_accumulated_grad", each.unsharded_accumulated_grad

@@ -20,6 +20,7 @@ _METHODS = (  # that change something before they come to what is away, or would
     "prepare_grads",
     "step_with_ready_grads",
     "load_state_dict",
+    "load_parameter_state",
     "reload_model_params",
     "offload_to_cpu",
     "restore_from_cpu",

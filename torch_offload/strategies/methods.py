@@ -19,14 +19,18 @@ def refuse(owner: Any, method: str, check: Callable[[str], bool | None]) -> Iter
 
 
 class _Refusing:
-    """Stands in for a method, and raises before anything is done if it must not be called now."""
+    """Stands in for a method, and raises before anything is done if it must not be called now. Holds its owner weakly."""
 
     def __init__(self, owner: Any, method: str, check: Callable[[str], bool | None]) -> None:
         self.was = vars(owner).get(method)  # somebody's own
-        self._call, self._method, self._check = getattr(owner, method), method, check
+        self._owner, self._method, self._check = weakref.ref(owner), method, check
 
     def __call__(self, *args: Any, **keywords: Any) -> Any:
-        return None if self._check(f"{self._method}()") else self._call(*args, **keywords)
+        if self._check(f"{self._method}()"):
+            return None
+        owner = self._owner()
+        call = getattr(type(owner), self._method).__get__(owner) if self.was is None else self.was
+        return call(*args, **keywords)
 
 
 def _restore(reference: weakref.ref[Any], method: str) -> None:
