@@ -27,7 +27,7 @@ LAYERS = [
     {"parts"},
     {"report", "device"},
     {"host_memory", "storage"},
-    {"mirror", "strategies.base", "strategies.methods"},
+    {"mirror", "strategies.base", "strategies.methods", "strategies.scratch", "unreached"},
     {"ledger", "strategies.per_parameter", "strategies.optimizer"},
     {"serving", "strategies.flat_buffer", "strategies.fsdp2", "strategies.megatron_optimizer"},
     {"guard", "strategies"},

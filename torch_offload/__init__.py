@@ -12,7 +12,7 @@ from .errors import (
     TransitionError,
     UnsupportedTargetError,
 )
-from .host_memory import PageableMirrorWarning
+from .host_memory import PageableMirrorWarning, trim_host_memory
 from .offloader import Offloader, offloaded, reload, resident
 from .report import LeftRow, MirrorRow, Residency, TransitionReport
 from .snapshot import Snapshot, snapshot
@@ -61,4 +61,5 @@ __all__ = [
     "resident",
     "snapshot",
     "strategy_for",
+    "trim_host_memory",
 ]

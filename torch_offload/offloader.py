@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+import functools
 from collections.abc import Iterable
 from typing import Any
 
@@ -18,6 +20,7 @@ from .scope import Aim, Logged, Scope
 from .strategies import strategies_for
 from .tensors import storage_of
 from .transition import PreparedOffload, bring_back, prepare, put_away, reload_entries
+from .unreached import Unreached, find
 
 Components = Iterable[str] | str | None
 
@@ -142,6 +145,22 @@ class Offloader:
         with ledger.LOCK:
             ledger.drain()
             return sum(row.nbytes for row in self._scope.mirrors())
+
+    def explain(self, *, most: int = 10) -> Unreached:
+        """What is on the device and no claim covers, and who holds the largest of it: for when an offload freed too little.
+
+        Looks at every object that the garbage collector knows; changes nothing.
+
+        Args:
+            most: how many of the largest storages are named.
+        """
+        with ledger.LOCK:
+            plan = self._scope.plan()
+            resident = sum(each.nbytes for each in plan.storages.values() if each.entry is None)
+            where = [each.storage.device for each in plan.storages.values()] or [self._scope.device]
+            found = find(functools.partial(devices.covers, self._scope.device), set(plan.storages), most=most)
+            allocated = devices.allocated_nbytes(where)
+            return dataclasses.replace(found, nbytes=None if allocated is None else max(0, allocated - resident))
 
     def _offload(self, components: Components) -> tuple[frozenset[str], Aim]:
         chosen = self._scope.chosen(components)

@@ -45,6 +45,8 @@ class PreparedOffload:
         self._scope, self._aim = scope, aim
         for strategy in scope.alive():
             strategy.wait()
+        if check:
+            _drop_scratch(scope)
         self._plan: Plan | None = _checked_plan(scope, chosen) if check else scope.plan()
         resident = [each for each in self._plan.storages.values() if each.entry is None]
         moves, self._left = self._plan.outgoing([each for each in resident if aim.is_to_go(each)])
@@ -192,6 +194,16 @@ def _disown() -> None:
 
 
 os.register_at_fork(after_in_child=_disown)
+
+
+def _drop_scratch(scope: Scope) -> None:
+    """Have caches dropped, each once."""
+    dropped: list[object] = []
+    for strategy in scope.alive():
+        for drop in strategy.scratch():
+            if drop not in dropped:
+                dropped.append(drop)
+                drop()
 
 
 def _checked_plan(scope: Scope, chosen: frozenset[str]) -> Plan:

@@ -121,6 +121,11 @@ class Strategy(abc.ABC):
         """Wait for work of the target's own that may be under way on its tensors beside the device's streams, such as
         collectives on the CPU. Called before anything is touched."""
 
+    def scratch(self) -> Iterable[Callable[[], object]]:
+        """What drops caches on the device that belong to the target's libraries and are built again when needed. Called once
+        for each offload, before anything else is touched, each callable once."""
+        return ()
+
     def check(self, components: frozenset[str]) -> None:  # noqa: B027
         """Raise an `OffloadError` if these components must not be offloaded now. Nothing was touched yet."""
 

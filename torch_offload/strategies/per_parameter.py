@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, ClassVar, Literal, get_args
 
 import torch
@@ -11,6 +11,7 @@ from ..errors import GradientsError, UnsupportedTargetError, listed
 from ..parts import carried_by, foreign
 from ..tensors import gradient_of
 from .base import Claim, Shared, Strategy, check_choice
+from .scratch import of_module
 
 Gradients = Literal["preserve", "discard", "refuse"]
 
@@ -34,6 +35,8 @@ class PerParameterStrategy(Strategy):
             zeros; ``"refuse"`` raises `GradientsError` if there is one.
         read_only: the module is not trained: later offloads copy nothing, once a checksum has shown on the device that the
             bytes still equal the mirror. If they do not, they are copied as ever.
+        scratch: functions without arguments that drop caches of yours on the device; called at every offload, beside those
+            that drop the caches of known libraries (`torch_offload.strategies.scratch`).
         name, shared: as for `Strategy`.
 
     Raises:
@@ -50,6 +53,7 @@ class PerParameterStrategy(Strategy):
         *,
         grads: Gradients = "preserve",
         read_only: bool = False,
+        scratch: Sequence[Callable[[], object]] = (),
         name: str | None = None,
         shared: Shared = "guard",
     ) -> None:
@@ -58,6 +62,11 @@ class PerParameterStrategy(Strategy):
         super().__init__(module, name=name, shared=shared)
         self.grads = grads
         self.read_only = read_only
+        self._scratch = tuple(scratch)
+        if wrong := [each for each in self._scratch if not callable(each)]:
+            raise TypeError(
+                f"scratch has {wrong[0]!r:.60}, which cannot be called; give what drops a cache, such as cache.clear"
+            )
 
     def accept(self, target: Any) -> None:
         if not isinstance(target, torch.nn.Module):
@@ -82,6 +91,9 @@ class PerParameterStrategy(Strategy):
         for name, part in torch.nn.Module.named_modules(self.target):
             for attribute, tensor in carried_by(part):
                 yield Claim(tensor=tensor, name=f"{name}.{attribute}" if name else attribute, component="params")
+
+    def scratch(self) -> Iterable[Callable[[], object]]:
+        return (*of_module(self.target), *self._scratch)
 
     def named_parameters(self) -> Iterator[tuple[str, torch.nn.Parameter]]:
         """The parameters under all their names."""

@@ -1,0 +1,69 @@
+"""Caches that libraries keep on the device and build again when they need them: they may simply be dropped.
+
+Nothing is imported: what is not in `sys.modules` has no cache. Where a module has captured CUDA graphs, or is part of some,
+nothing of it is dropped, since a replay reads what was there.
+"""
+
+from __future__ import annotations
+
+import functools
+import sys
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+
+# Of Megatron-core's MoE token dispatchers and of what communicates for them: the tensors of the last forward (0.16.1).
+_OF_DISPATCHERS = (
+    "probs",
+    "routing_map",
+    "local_map",
+    "local_probs",
+    "global_local_map",
+    "token_probs",
+    "token_indices",
+    "dispatched_indices",
+    "dispatched_probs",
+    "reversed_local_input_permutation_mapping",
+    "reversed_mapping_for_combine",
+    "num_global_tokens_per_local_expert",
+)
+
+
+def of_module(module: torch.nn.Module) -> Iterator[Callable[[], object]]:
+    """What drops the caches of a module's libraries; nothing if something captured may need them.
+
+    TransformerEngine's fp8 copies of weights (`_fp8_workspaces`) and dummy weight gradients, Megatron-core's global memory
+    buffer, rotary tables in an `lru_cache`, and what MoE token dispatchers keep of the last forward.
+    """
+    parts = list(torch.nn.Module.modules(module))
+    if any(map(is_captured, parts)):
+        return
+    for part in parts:
+        workspaces: Any = part.__dict__.get("_fp8_workspaces")
+        if workspaces:
+            yield workspaces.clear
+        dispatcher = part.__dict__.get("token_dispatcher")
+        if dispatcher is not None:
+            for owner in (dispatcher, getattr(dispatcher, "_comm_manager", None)):
+                yield functools.partial(_forget, owner)
+    for kind in {base: None for part in parts for base in type(part).__mro__ if base.__module__.startswith("megatron.")}:
+        yield from (member.cache_clear for member in vars(kind).values() if hasattr(member, "cache_clear"))
+    gradients = getattr(sys.modules.get("transformer_engine.pytorch.module.base"), "_dummy_wgrads", None)
+    buffer = getattr(sys.modules.get("megatron.core.parallel_state"), "_GLOBAL_MEMORY_BUFFER", None)
+    for cache in (gradients, getattr(buffer, "buffer", None)):
+        if cache and any(part.__class__.__module__.startswith(("megatron.", "transformer_engine.")) for part in parts):
+            yield cache.clear
+
+
+def is_captured(part: torch.nn.Module) -> bool:
+    """Whether CUDA graphs of this module are known to exist: Megatron-core's, TransformerEngine's or torch's own."""
+    found = vars(part)
+    replaced = getattr(found.get("forward"), "__qualname__", "")
+    return "cudagraph_manager" in found or bool(found.get("cuda_graphs")) or "make_graphed" in replaced
+
+
+def _forget(owner: Any) -> None:
+    for name in _OF_DISPATCHERS if owner is not None else ():
+        if isinstance(vars(owner).get(name), torch.Tensor):
+            setattr(owner, name, None)
