@@ -7,6 +7,7 @@ import hashlib
 import json
 import os
 import resource
+import statistics
 import subprocess
 import sys
 import threading
@@ -15,6 +16,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from fresh import MEMORY, actor, output_of
 from torch import nn
 
 from torch_offload import Offloader, OptimizerStrategy, PerParameterStrategy, offloaded
@@ -223,3 +225,46 @@ def test_three_steps_equal_those_of_a_process_that_never_offloaded() -> None:
     assert found[0] == found[1]
     for name in [name for name in found[0] if name.startswith("start.") and not name.endswith(".bias")]:
         assert found[0][name] != found[0][name.removeprefix("start.")]
+
+
+@pytest.mark.xdist_group("large")
+def test_a_megatron_actor_of_30_gib_leaves_the_device_and_trains_on_as_its_twin() -> None:
+    pytest.importorskip("megatron.core")
+    twin, found = actor("31"), actor("31", "offload")
+    assert found["nbytes"] >= 30 * GIB
+    assert found["left"] == []
+    assert found["left_nbytes"] <= 256 * MIB
+    assert found["host_nbytes"] <= 1.005 * found["nbytes"]
+    assert found["losses"] == twin["losses"]
+    assert len(set(found["losses"])) == 5
+    assert found["digest"] == twin["digest"]
+
+
+@pytest.mark.xdist_group("large")
+def test_a_hundred_cycles_with_saving_are_flat(tmp_path: Path) -> None:
+    lines = output_of(
+        f"""
+import torch
+from torch_offload import Offloader
+{MEMORY}
+model = torch.nn.Sequential(*(torch.nn.Linear(2048, 2048, bias=False, device="cuda") for _ in range(23)))
+optimizer = torch.optim.AdamW(model.parameters(), foreach=True)
+off = Offloader(model, optimizer, grads="discard")
+x = torch.ones(2, 2048, device="cuda")
+for cycle in range(100):
+    model(x).sum().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    off.offload()
+    torch.save(model.state_dict(), {str(tmp_path / "saved.pt")!r})
+    off.reload()
+    print(rss(), torch.cuda.memory_allocated(), torch.cuda.memory_reserved(), off.report.nbytes)
+""",
+        timeout=600,
+    ).splitlines()
+    rows = [[int(word) for word in line.split()] for line in lines]
+    assert len(rows) == 100
+    assert rows[-1][3] >= GIB
+    for column in range(3):
+        early, late = (statistics.median(row[column] for row in some) for some in (rows[10:30], rows[-20:]))
+        assert abs(late - early) <= 0.02 * early, (column, early, late)

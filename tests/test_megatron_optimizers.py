@@ -28,6 +28,7 @@ from torch_offload.testing import Portrait, is_away
 
 pytest.importorskip("megatron.core")
 import mcore
+from fresh import actor
 from mcore import PRECISIONS, megatron_step, tensors_of, with_optimizer
 from test_megatron import flat
 from test_targets import check_contract
@@ -358,3 +359,11 @@ if __name__ == "__main__":
         torch.testing.assert_close(a, b, rtol=0, atol=0, equal_nan=True) if isinstance(a, torch.Tensor) else None
     assert any(bool(each.any()) for each in one if isinstance(each, torch.Tensor))
 """
+
+
+def test_a_small_actor_in_a_process_of_its_own_trains_on_as_its_twin() -> None:
+    """The large one needs a GPU."""
+    twin, found = actor("0.0005", device="cpu"), actor("0.0005", "offload", device="cpu")
+    assert found["left"] == []
+    assert found["losses"] == twin["losses"]
+    assert found["digest"] == twin["digest"]
