@@ -27,9 +27,9 @@ class TorchOffload:
 
     name = "torch_offload"
 
-    def __init__(self, target: Any, strategy: Callable[[Any], Strategy]) -> None:
-        self._target = target  # an Offloader holds it weakly
-        self._off = Offloader(strategy(target))
+    def __init__(self, *targets: Any, strategies: Sequence[Callable[[Any], Strategy]]) -> None:
+        self._targets = targets  # an Offloader holds them weakly
+        self._off = Offloader(*(strategy(target) for strategy, target in zip(strategies, targets, strict=True)))
         self.reload, self.close = self._off.reload, self._off.close
 
     def offload(self) -> None:
@@ -107,3 +107,73 @@ def free_pinned() -> None:
     gc.collect()
     if torch.cuda.is_available():
         torch._C._host_emptyCache()
+
+
+class MegatronCore:
+    """Megatron-core's own calls, of its optimizer and of its wrapper's buffers; gradients are dropped."""
+
+    name = "Megatron-core's offload_to_cpu()"
+
+    def __init__(self, wrapper: Any, optimizer: Any) -> None:
+        self._optimizer = optimizer
+        self._buffers = [*wrapper.buffers, *wrapper.expert_parallel_buffers]
+
+    def offload(self) -> None:
+        self._optimizer.offload_to_cpu()
+        for buffer in self._buffers:
+            buffer.offload_to_cpu()
+        collect()
+
+    def reload(self) -> None:
+        for buffer in self._buffers:
+            buffer.reload_from_cpu()
+        self._optimizer.restore_from_cpu()
+
+    def close(self) -> None:
+        for buffer in self._buffers:
+            buffer.param_data_cpu = None
+        free_pinned()
+
+
+class FreshTensors:
+    """As verl does it: a fresh host tensor for the flat buffer, each main parameter and each moment; gradients are dropped."""
+
+    name = "a fresh host tensor each"
+
+    def __init__(self, wrapper: Any, optimizer: Any) -> None:
+        self._buffers = [*wrapper.buffers, *wrapper.expert_parallel_buffers]
+        self._optimizers = optimizer.chained_optimizers
+        self._device = self._buffers[0].param_data.device
+        self._host: list[torch.Tensor] = []
+        self._sizes: list[int] = []
+
+    def offload(self) -> None:
+        self._host = [buffer.param_data.data.cpu().pin_memory() for buffer in self._buffers]
+        self._sizes = [buffer.grad_data.untyped_storage().nbytes() for buffer in self._buffers]
+        for buffer in self._buffers:
+            buffer.param_data.untyped_storage().resize_(0)
+            buffer.grad_data.untyped_storage().resize_(0)
+        self._move(torch.device("cpu"))
+        collect()
+
+    def reload(self) -> None:
+        for buffer, host, nbytes in zip(self._buffers, self._host, self._sizes, strict=True):
+            buffer.grad_data.untyped_storage().resize_(nbytes)
+            buffer.grad_data.zero_()
+            buffer.param_data.untyped_storage().resize_(host.untyped_storage().nbytes())
+            buffer.param_data.copy_(host, non_blocking=True)
+        self._move(self._device)
+        collect()
+
+    def _move(self, device: torch.device) -> None:
+        for each in self._optimizers:
+            for group in each.shard_fp32_from_float16_groups:
+                for main in group:
+                    main.data = main.data.to(device, non_blocking=True)
+            for state in each.optimizer.state.values():
+                for key in ("exp_avg", "exp_avg_sq"):
+                    state[key] = state[key].to(device, non_blocking=True)
+
+    def close(self) -> None:
+        self._host.clear()
+        free_pinned()
