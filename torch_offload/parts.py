@@ -91,8 +91,12 @@ def _parts_of(tensor: torch.Tensor, seen: set[int]) -> Iterator[Part]:
 
 def carried_by(thing: torch.Tensor | torch.nn.Module) -> list[tuple[str, torch.Tensor]]:
     """The tensors in attributes of a tensor or a module, with their names, for the classes that are registered."""
-    found = (carried for (where, name), (carried, _) in _registered.items() if isinstance(thing, foreign(where, name)))
-    return [pair for carried in found for pair in carried(thing)]
+    return [pair for kind, carried in carriers() if isinstance(thing, kind) for pair in carried(thing)]
+
+
+def carriers() -> list[tuple[Any, Carried]]:
+    """The registered classes whose modules have been imported, and what tells what theirs carry."""
+    return [(foreign(where, name), carried) for (where, name), (carried, _) in _registered.items() if where in sys.modules]
 
 
 def is_whole(tensor: torch.Tensor) -> bool:

@@ -8,7 +8,7 @@ from typing import Any, ClassVar, Literal, get_args
 import torch
 
 from ..errors import GradientsError, UnsupportedTargetError, listed
-from ..parts import carried_by, foreign
+from ..parts import carried_by, carriers, foreign
 from ..tensors import gradient_of
 from .base import Claim, Shared, Strategy, check_choice
 from .scratch import of_module
@@ -18,7 +18,8 @@ Gradients = Literal["preserve", "discard", "refuse"]
 
 def is_sharded(module: torch.nn.Module) -> bool:
     """Whether FSDP2's `fully_shard` was applied to the module or to one inside."""
-    return any(isinstance(part, foreign("torch.distributed.fsdp", "FSDPModule")) for part in torch.nn.Module.modules(module))
+    kind = foreign("torch.distributed.fsdp", "FSDPModule")
+    return kind != () and any(isinstance(part, kind) for part in torch.nn.Module.modules(module))
 
 
 class PerParameterStrategy(Strategy):
@@ -88,7 +89,7 @@ class PerParameterStrategy(Strategy):
         # unbound: some wrappers hide Module.buffers() behind an attribute of that name
         for name, buffer in torch.nn.Module.named_buffers(self.target, remove_duplicate=False):
             yield Claim(tensor=buffer, name=name, component="buffers")
-        for name, part in torch.nn.Module.named_modules(self.target):
+        for name, part in torch.nn.Module.named_modules(self.target) if carriers() else ():
             for attribute, tensor in carried_by(part):
                 yield Claim(tensor=tensor, name=f"{name}.{attribute}" if name else attribute, component="params")
 

@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 
+_LIBRARIES = ("megatron.core", "transformer_engine.pytorch.module.base")
 # Of Megatron-core's MoE token dispatchers and of what communicates for them: the tensors of the last forward (0.16.1).
 _OF_DISPATCHERS = (
     "probs",
@@ -36,6 +37,8 @@ def of_module(module: torch.nn.Module) -> Iterator[Callable[[], object]]:
     TransformerEngine's fp8 copies of weights (`_fp8_workspaces`) and dummy weight gradients, Megatron-core's global memory
     buffer, rotary tables in an `lru_cache`, and what MoE token dispatchers keep of the last forward.
     """
+    if not any(name in sys.modules for name in _LIBRARIES):
+        return
     parts = list(torch.nn.Module.modules(module))
     if any(map(is_captured, parts)):
         return
