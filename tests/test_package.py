@@ -33,6 +33,7 @@ LAYERS = [
     {"guard", "strategies"},
     {"barriers"},
     {"transfer"},
+    {"copies"},
     {"plan"},
     {"scope"},
     {"measure"},

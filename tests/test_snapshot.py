@@ -22,7 +22,7 @@ from torch_offload import (
 )
 from torch_offload.host_memory import PAGE
 from torch_offload.tensors import byte_view, storage_of
-from torch_offload.testing import is_away, specimens
+from torch_offload.testing import Seam, is_away, specimens
 
 
 def contents(tensors: list[torch.Tensor]) -> list[torch.Tensor]:
@@ -185,3 +185,36 @@ def test_a_snapshot_outlives_its_model_and_dies_with_its_name(device: str) -> No
         kept.copy_to(other, device=device)
         assert is_away(other.weight)
     assert torch.equal(other.weight.cpu(), wanted)
+
+
+@pytest.mark.parametrize("seam", [Seam.HOST_ALLOCATION, Seam.COPY, Seam.CHECKSUM, Seam.SYNCHRONISE])
+@pytest.mark.parametrize("away", [False, True])
+def test_a_snapshot_that_fails_changes_nothing(device: str, seam: Seam, away: bool) -> None:
+    model = nn.Sequential(nn.Linear(4, 4, device=device), nn.Linear(4, 4, device=device))
+    wanted = contents(list(model.parameters()))
+    off = Offloader(model, device=device)
+    if away:
+        off.offload()
+    fired = 0
+    for at in range(1, 20):
+        with testing.failing(seam, at) as fault:
+            try:
+                kept = snapshot(model, device=device)
+            except testing.InjectedError:
+                fired += 1
+        if not fault.fired:
+            break
+    assert fired > 0 or (away and seam is Seam.COPY)
+    off.reload()
+    assert all(map(torch.equal, contents(list(model.parameters())), wanted))
+    scramble(list(model.parameters()))
+    for at in range(1, 20):
+        with testing.failing(seam, at) as fault:
+            try:
+                kept.copy_to(model, device=device)
+            except testing.InjectedError:
+                continue
+        if not fault.fired:
+            break
+    assert all(map(torch.equal, contents(list(model.parameters())), wanted))
+    off.close()

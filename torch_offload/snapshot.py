@@ -9,8 +9,8 @@ from typing import Any
 
 import torch
 
+from . import copies, ledger, mirror
 from . import device as devices
-from . import ledger, mirror, transfer
 from .errors import MirrorMismatchError, TransitionError, UnsupportedTargetError, listed
 from .interrupts import Deferred
 from .mirror import Need, PinnedMirror, Slot
@@ -44,14 +44,14 @@ class Snapshot:
         self._components, self._verify = components, scope.verify
         claimed = _claimed(scope, components)
         self._known = {name: each.geometry for name, each in claimed.items()}
-        storages = [each.storage for each in claimed.values() if transfer.nbytes_of(each.storage)]
+        storages = [each.storage for each in claimed.values() if copies.nbytes_of(each.storage)]
         storages = list({each._cdata: each for each in storages}.values())
-        self.nbytes = sum(map(transfer.nbytes_of, storages))
+        self.nbytes = sum(map(copies.nbytes_of, storages))
         self._mirror = PinnedMirror(next(iter(devices.accelerators(each.device for each in storages)), torch.device("cpu")))
         names = {each._cdata: [name for name, one in claimed.items() if one.storage is each] for each in storages}
-        needs = [Need(each, transfer.nbytes_of(each), ".".join(map(str, names[each._cdata][0]))) for each in storages]
+        needs = [Need(each, copies.nbytes_of(each), ".".join(map(str, names[each._cdata][0]))) for each in storages]
         ((slots),) = mirror.take([(self._mirror, needs)])
-        sums = transfer.copy_out(list(zip(storages, slots, strict=True)), verify=scope.verify)
+        sums = copies.copy_out(list(zip(storages, slots, strict=True)), verify=scope.verify)
         self._copies = [_Copy(names[each._cdata], slot, value) for each, slot, value in zip(storages, slots, sums, strict=True)]
 
     @property
@@ -79,7 +79,7 @@ class Snapshot:
         with Deferred(), ledger.LOCK:
             claimed = _claimed(scope, self._components)
             self._check(claimed)
-            transfer.copy_in(
+            copies.copy_in(
                 [
                     (storage, copy.slot, copy.checksum, [claimed[name].tensor for name in copy.names])
                     for copy in self._copies
@@ -186,7 +186,7 @@ def _geometry(tensor: torch.Tensor, storage: Storage) -> Geometry:
     size, stride, offset = (
         plainly(each, tensor) for each in (torch.Tensor.size, torch.Tensor.stride, torch.Tensor.storage_offset)
     )
-    return attribute(tensor, "dtype"), tuple(size), tuple(stride), offset, transfer.nbytes_of(storage)
+    return attribute(tensor, "dtype"), tuple(size), tuple(stride), offset, copies.nbytes_of(storage)
 
 
 def _described(geometry: Geometry) -> str:
