@@ -26,6 +26,7 @@ from torch_offload import (
     ledger,
     offloaded,
     parts,
+    storage,
 )
 from torch_offload import reload as reload_tensor
 from torch_offload.parts import parts_of
@@ -537,4 +538,20 @@ def test_a_frozen_quantised_base_copies_once(device: str) -> None:
     assert off.offload().copied_nbytes == 5 * 3 * 4
     off.reload()
     assert off.offload().copied_nbytes == 0
+    off.close()
+
+
+@pytest.mark.usefixtures("ranks")
+@pytest.mark.parametrize(("which", "later"), [("DTensor", 0), ("nested wrapper", 0), ("sparse", 3)])
+def test_how_often_the_heap_is_looked_at(device: str, which: str, later: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Once, while nothing refers to what is inside that did not; at every offload where that cannot be asked."""
+    module, looks, look = MODULES[which](device), [], storage._look
+    monkeypatch.setattr(storage, "_look", lambda cases: (looks.append(1), look(cases)))
+    off = Offloader(module, device=device)
+    off.offload()
+    assert len(looks) == 1
+    for _ in range(3):
+        off.reload()
+        off.offload()
+    assert len(looks) == 1 + later
     off.close()
