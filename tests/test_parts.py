@@ -488,48 +488,94 @@ def test_torchao(device: str, config: str) -> None:
     assert torch.equal(model(inputs), wanted)
 
 
-class StandIn(torch.Tensor):
-    """As TransformerEngine's Float8Tensor is built (2.x, transformer_engine/pytorch/tensor/float8_tensor.py): a wrapper
-    without `__tensor_flatten__`, whose data, transpose and scale stand in attributes, and whose quantiser has tensors too.
+class Quantized(torch.Tensor):
+    """As TransformerEngine's Float8Tensor is built (August 2026: pytorch/quantized_tensor.py, tensor/float8_tensor.py and
+    tensor/storage/float8_tensor_storage.py): a wrapper whose data, transpose and scale stand in attributes, with a quantiser
+    that has tensors too, and methods that make others of ``type(self)`` around the very same tensors.
 
-    It says nothing of TransformerEngine's kernels, which take the attributes' pointers in C++.
+    It says nothing of TransformerEngine's kernels, which take the attributes' pointers in C++: `dequantize` stands for them.
     """
 
     @staticmethod
-    def __new__(cls, data: torch.Tensor) -> StandIn:
+    def __new__(cls, data: torch.Tensor, transpose: torch.Tensor, scale: torch.Tensor) -> Quantized:
         made = torch.Tensor._make_wrapper_subclass(cls, data.shape, dtype=torch.bfloat16, device=data.device)
-        made._data, made._transpose, made._transpose_invalid = data, data.t().contiguous(), False
-        made._scale_inv = torch.ones(1, device=data.device)
-        made._quantizer = types.SimpleNamespace(
-            scale=torch.ones(1, device=data.device), amax=torch.zeros(1, device=data.device)
-        )
+        made._data, made._transpose, made._scale_inv = data, transpose, scale
+        made._quantizer = types.SimpleNamespace(scale=torch.ones_like(scale), amax=torch.zeros_like(scale))
         return made
+
+    @classmethod
+    def make_like(cls, other: Quantized) -> Quantized:
+        return cls(other._data, other._transpose, other._scale_inv)
+
+    def detach(self) -> Quantized:
+        return type(self).make_like(self)
+
+    def dequantize(self, *, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
+        return self._data.to(dtype) * self._scale_inv
+
+    def float(self) -> torch.Tensor:
+        return self.dequantize(dtype=torch.float32)
+
+    def quantize_(self, source: torch.Tensor) -> Quantized:
+        self._data.copy_(source)
+        return self
 
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is torch.ops.aten.detach.default:
-            return cls(args[0]._data)
+            return type(args[0]).make_like(args[0])
         raise NotImplementedError(func)
 
 
-def test_tensors_like_those_of_transformer_engine(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    name = "transformer_engine.pytorch.tensor.quantized_tensor"
-    monkeypatch.setitem(sys.modules, name, types.SimpleNamespace(QuantizedTensor=StandIn))
-    weight = StandIn(torch.ones(4, 4, dtype=torch.uint8, device=device))
-    inside = [weight._data, weight._transpose, weight._scale_inv, weight._quantizer.scale, weight._quantizer.amax]
+class Flattening(Quantized):
+    """As it is since it says by itself what it wraps."""
+
+    def __tensor_flatten__(self) -> tuple[list[str], dict[str, Any]]:
+        return ["_data", "_transpose", "_scale_inv"], {"cls": type(self)}
+
+    @staticmethod
+    def __tensor_unflatten__(inner: dict[str, torch.Tensor], context: dict[str, Any], _size: Any, _stride: Any) -> Flattening:
+        return context["cls"](inner["_data"], inner["_transpose"], inner["_scale_inv"])
+
+
+@pytest.mark.parametrize("kind", [Quantized, Flattening])
+@pytest.mark.parametrize("where", ["tensor.quantized_tensor", "quantized_tensor"])
+def test_tensors_like_those_of_transformer_engine(
+    device: str, kind: type[Quantized], where: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    module_name = f"transformer_engine.pytorch.{where}"
+    monkeypatch.setitem(sys.modules, module_name, types.SimpleNamespace(QuantizedTensor=Quantized))
+    data = torch.ones(4, 4, dtype=torch.uint8, device=device)
+    weight = kind(data, data.t().contiguous(), torch.full((1,), 2.0, device=device))
+    inside = [weight._data, weight._transpose, weight._scale_inv]
+    inside += [] if kind is Flattening else [weight._quantizer.scale, weight._quantizer.amax]
     module = nn.Module()
     module.register_buffer("weight", weight)
     assert_round_trip(module, device=device)
-    with offloaded(module, device=device):
+    other = weight.detach()  # around the very same tensors
+    with offloaded(module, device=device) as off:
+        assert not off.report.left
         assert all(map(is_away, inside))
-        for each in (weight, *inside):
+        alias = weight.detach()
+        for each in (weight, other, alias, *inside):
             with pytest.raises(OffloadedTensorError, match=r"'Module\.weight"):
                 each + 1
-        with pytest.raises(OffloadedTensorError, match=r"__tensor_unflatten__.*'Module\.weight'"):
-            weight.cpu()
-    assert type(weight) is StandIn
-    now = [weight._data, weight._transpose, weight._scale_inv, weight._quantizer.scale, weight._quantizer.amax]
-    assert all(one is other for one, other in zip(now, inside, strict=True))
+        for each in (weight, other, alias):
+            for use in (each.dequantize, each.float, lambda each=each: each.quantize_(data)):
+                with pytest.raises(OffloadedTensorError, match=r"'Module\.weight"):
+                    use()
+        saved = module.state_dict()
+        if kind is Flattening:
+            assert torch.equal(weight.cpu().dequantize(), torch.full((4, 4), 2.0))
+            assert type(weight.cpu()) is Flattening
+            file = io.BytesIO()
+            torch.save(saved, file)
+        else:
+            with pytest.raises(OffloadedTensorError, match=r"__tensor_unflatten__.*'Module\.weight'"):
+                weight.cpu()
+    assert [type(each) for each in (weight, other, alias, saved["weight"])] == [kind] * 4
+    assert torch.equal(alias.float().cpu(), torch.full((4, 4), 2.0))
+    assert all(one is two for one, two in zip((weight._data, weight._transpose, weight._scale_inv), inside, strict=False))
 
 
 def test_a_frozen_quantised_base_copies_once(device: str) -> None:

@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from types import FunctionType
 from typing import Any
 
 import torch
@@ -26,7 +27,7 @@ import torch
 from . import ledger, serving
 from .errors import OffloadedTensorError, UnsupportedTargetError
 from .ledger import Entry
-from .parts import is_whole, parts_of, rebuilt
+from .parts import is_foreign, is_whole, parts_of, rebuilt
 from .tensors import attribute, plainly, storage_of
 
 _TAG = "_torch_offload_guard"
@@ -138,8 +139,7 @@ def _guarded_class(base: type, name: str) -> type:
             "__reduce_ex__": _reduce_ex,
             "__copy__": _copy,
             **{member: _refusing(member) for member in serving.UNSEEN if hasattr(base, member)},
-            "to": torch.Tensor.to,  # some classes have methods of their own, which move what the tensor carries
-            "cpu": torch.Tensor.cpu,
+            **_plain_methods(base),
         }
         try:
             made = type(base)(f"Offloaded{base.__name__}", (base,), members)
@@ -151,6 +151,15 @@ def _guarded_class(base: type, name: str) -> type:
         _bases[made] = base
         _classes[base] = made
     return _classes[base]
+
+
+def _plain_methods(base: type) -> dict[str, Any]:
+    """torch's own methods in place of those that a class has under their names, since those may reach into what is offloaded or
+    make tensors of ``type(self)``; and refusals of what else a registered class has, which may be handed to C++."""
+    own = {name for cls in base.__mro__[: base.__mro__.index(torch.Tensor)] if cls is not torch.nn.Parameter
+           for name, member in vars(cls).items() if isinstance(member, FunctionType) and not name.startswith("_")}  # fmt: skip
+    found = {name: getattr(torch.Tensor, name) for name in own if hasattr(torch.Tensor, name)}
+    return found | {name: _refusing(name) for name in own - found.keys() if is_foreign(base)}
 
 
 def _torch_function(_cls: type, func: Any, _types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
@@ -244,7 +253,10 @@ def _host(
     found = guard_of(tensor)
     if is_whole(tensor):
         try:
-            return rebuilt(tensor, _bases.get(type(tensor), type(tensor)), lambda inner: _host(inner, make, copy))
+            made = rebuilt(tensor, _bases.get(type(tensor), type(tensor)), lambda inner: _host(inner, make, copy))
+            if type(made) in _bases:  # some classes rebuild what type(self) was
+                made.__class__ = _bases[type(made)]
+            return made
         except TypeError as error:
             if found is None:
                 raise

@@ -99,6 +99,11 @@ def carriers() -> list[tuple[Any, Carried]]:
     return [(foreign(where, name), carried) for (where, name), (carried, _) in _registered.items() if where in sys.modules]
 
 
+def is_foreign(kind: type) -> bool:
+    """Whether a class of tensors is registered, or derives from one that is: its methods may hand memory to C++."""
+    return any(isinstance(found := foreign(where, name), type) and issubclass(kind, found) for where, name in _registered)
+
+
 def is_whole(tensor: torch.Tensor) -> bool:
     """Whether the tensor consists of others, and has no memory that is its own."""
     return all(part.tensor is not tensor for part in parts_of(tensor))
@@ -173,7 +178,8 @@ _registered: dict[tuple[str, str], tuple[Carried, bool]] = {
     ("bitsandbytes.nn", "Params4bit"): (_attributes("quant_state"), False),
     ("bitsandbytes.nn", "Int8Params"): (_attributes("CB", "SCB"), False),
     ("bitsandbytes.nn", "Linear8bitLt"): (_attributes("state"), False),  # where the first forward puts those
-    # read in TransformerEngine 2.x: row-wise and column-wise data and scales, and the quantiser's own
+    # read in TransformerEngine, August 2026: data, transposes and scales in attributes. Since then it flattens by itself; the
+    # class had moved before, with its pull request 2276
     ("transformer_engine.pytorch.tensor.quantized_tensor", "QuantizedTensor"): (_everything, True),
     ("transformer_engine.pytorch.quantized_tensor", "QuantizedTensor"): (_everything, True),
 }
