@@ -5,13 +5,14 @@ from __future__ import annotations
 import gc
 import os
 import signal
+import threading
 from collections.abc import Iterator
 
 import hypothesis
 import pytest
 import torch
 
-from torch_offload import ledger
+from torch_offload import interrupts, ledger
 
 hypothesis.settings.register_profile(
     "default", deadline=None, suppress_health_check=[hypothesis.HealthCheck.too_slow], max_examples=150
@@ -50,3 +51,14 @@ def _fresh_tables() -> Iterator[None]:
     left = [entry.name for entry in ledger.entries()]
     ledger.clear()
     assert not left, f"the test left storages offloaded: {left}"
+
+
+@pytest.fixture
+def _after_cuts() -> Iterator[None]:
+    """A cut where no signal arrives in real life, between a `with` block's last line and its exit or twice in a row while
+    handlers are set again, leaves the lock held or a handler exchanged."""
+    before = {number: signal.getsignal(number) for number in interrupts._SIGNALS}
+    yield
+    ledger.LOCK = threading.RLock()
+    for number, handler in before.items():
+        signal.signal(number, handler)

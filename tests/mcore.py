@@ -101,7 +101,7 @@ def accumulate(model: DistributedDataParallel, step: int) -> float:
     x = torch.randn(4, WIDTH, generator=torch.Generator().manual_seed(step)).to(weight.device, weight.dtype)
     loss = model(x).pow(2).mean()
     loss.backward()
-    return float(loss)
+    return float(loss.detach())
 
 
 def train(model: DistributedDataParallel, optimizer: torch.optim.Optimizer, step: int) -> float:

@@ -7,7 +7,7 @@ import itertools
 import signal
 import sys
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -22,7 +22,6 @@ from torch_offload import (
     Offloader,
     TransitionError,
     host_memory,
-    interrupts,
     ledger,
     offloaded,
     resident,
@@ -219,20 +218,12 @@ def resident_block(life: Life) -> None:
 STEP = 4  # each test takes every fourth opcode, with another offset, so that workers share them
 
 
+pytestmark = pytest.mark.usefixtures("_after_cuts")
+
+
 @pytest.fixture(autouse=True)
 def _endless_host_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(host_memory, "require", lambda _: None)  # reading /proc changes nothing and is a third of the opcodes
-
-
-@pytest.fixture(autouse=True)
-def _fresh_lock_and_handlers() -> Iterator[None]:
-    """A cut where no signal arrives in real life, between a `with` block's last line and its exit or twice in a row while
-    handlers are set again, leaves the lock held or a handler exchanged."""
-    before = {number: signal.getsignal(number) for number in interrupts._SIGNALS}
-    yield
-    ledger.LOCK = threading.RLock()
-    for number, handler in before.items():
-        signal.signal(number, handler)
 
 
 @pytest.mark.parametrize("offset", range(1, STEP + 1))

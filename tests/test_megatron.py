@@ -539,6 +539,7 @@ def test_somebodys_own_methods_are_put_back(device: str) -> None:
     assert "disable_forward_pre_hook" not in vars(model)
 
 
+@pytest.mark.usefixtures("_after_cuts")
 @pytest.mark.parametrize("within", [flat_buffer, methods])
 def test_an_interruption_leaves_no_method_exchanged(device: str, within: ModuleType) -> None:
     model = Shared(device)

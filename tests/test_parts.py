@@ -313,6 +313,7 @@ def test_two_parts_on_one_storage_are_written_once_into_its_checksum(device: str
         assert float(base.sum()) == 2 * middle
 
 
+@pytest.mark.usefixtures("_after_cuts")
 def test_an_interruption_between_two_parts_leaves_the_whole_loud(device: str) -> None:
     module = nn.Module()
     module.register_buffer("weight", Pair(torch.ones(3, device=device), torch.ones(3, device=device)))
