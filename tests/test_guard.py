@@ -21,7 +21,7 @@ from fresh import ROOT
 from torch import nn
 
 import torch_offload
-from torch_offload import OffloadedTensorError, Offloader, TransitionError, ledger, offloaded, testing
+from torch_offload import OffloadedTensorError, Offloader, TransitionError, ledger, offloaded, serving, testing
 from torch_offload.tensors import storage_of
 from torch_offload.testing import Portrait
 
@@ -501,3 +501,19 @@ def test_copying_out_of_an_offloaded_tensor_gives_its_values(device: str) -> Non
             torch.zeros(3, 3, device=device).copy_(actor.weight)
         assert torch.equal(reference.weight.cpu(), actor.weight.detach().cpu())
     assert torch.equal(reference.weight, actor.weight)
+
+
+def test_a_copy_has_the_memory_format_and_the_device_that_were_asked_for(device: str) -> None:
+    model = nn.Conv2d(3, 4, 5, device=device)
+    with offloaded(model, device=device), torch.no_grad():
+        for fresh in (
+            model.weight.clone(memory_format=torch.channels_last),
+            model.weight.detach().to(torch.device(device), memory_format=torch.channels_last, copy=True),
+        ):
+            assert fresh.is_contiguous(memory_format=torch.channels_last)
+        assert model.weight.clone().is_contiguous()
+        asked = [
+            serving.copy_device(torch.Tensor.cuda, (model.weight, *args), keywords)
+            for args, keywords in (((1,), {}), ((), {"device": 1}), ((torch.device("cuda", 1),), {}))
+        ]
+    assert asked == [torch.device("cuda", 1)] * 3
