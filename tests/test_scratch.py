@@ -106,6 +106,7 @@ def test_those_of_megatron_core(device: str, monkeypatch: pytest.MonkeyPatch) ->
         warnings.simplefilter("ignore")
         from megatron.core import parallel_state
         from megatron.core.models.common.embeddings.rotary_pos_embedding import RotaryEmbedding
+        from megatron.core.transformer import cuda_graphs
         from megatron.core.transformer.moe import token_dispatcher
         from megatron.core.utils import GlobalMemoryBuffer
     buffer = GlobalMemoryBuffer()
@@ -123,11 +124,23 @@ def test_those_of_megatron_core(device: str, monkeypatch: pytest.MonkeyPatch) ->
         assert f"self.{name}" in source, name
     model = nn.Module()
     model.rope = rope
-    model.token_dispatcher = types.SimpleNamespace(probs=table, sizes=[1], kept=table, _comm_manager=None)
+    model.token_dispatcher = dispatcher = object.__new__(token_dispatcher.MoEAllGatherTokenDispatcher)
+    vars(dispatcher).update(probs=table, sizes=[1], kept=table)
+    model.add_module("mine", nn.Linear(1, 1, device=device))
+    model.mine.token_dispatcher = types.SimpleNamespace(probs=table)
+    model.mine._fp8_workspaces = {"weight": table}
+    monkeypatch.setattr(cuda_graphs._CudagraphGlobalRecord, "cudagraph_created", True)  # of another model
+    with offloaded(model, device=device):
+        assert type(rope).forward.cache_info().currsize == before + 1
+        assert buffer.buffer
+        assert dispatcher.probs is None
+    dispatcher.probs = table
+    monkeypatch.setattr(cuda_graphs._CudagraphGlobalRecord, "cudagraph_created", False)
     with offloaded(model, device=device):
         assert type(rope).forward.cache_info().currsize == 0
         assert not buffer.buffer
-        assert model.token_dispatcher.probs is None
-        assert model.token_dispatcher.kept is table
+        assert dispatcher.probs is None
+        assert dispatcher.kept is table
+        assert model.mine.token_dispatcher.probs is model.mine._fp8_workspaces["weight"] is table  # somebody's own
     with mock.patch.object(torch.cuda, "current_device", return_value=device):
         assert torch.equal(rope(16), table)

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 
 _LIBRARIES = ("megatron.core", "transformer_engine.pytorch.module.base")
+_PACKAGES = ("megatron.", "transformer_engine.")
 # Of Megatron-core's MoE token dispatchers and of what communicates for them: the tensors of the last forward (0.16.1).
 _OF_DISPATCHERS = (
     "probs",
@@ -40,23 +41,24 @@ def of_module(module: torch.nn.Module) -> Iterator[Callable[[], object]]:
     if not any(name in sys.modules for name in _LIBRARIES):
         return
     parts = list(torch.nn.Module.modules(module))
-    if any(map(is_captured, parts)):
+    classes = {base for part in parts for base in type(part).__mro__ if base.__module__.startswith(_PACKAGES)}
+    if not classes or any(map(is_captured, parts)):
         return
     for part in parts:
         workspaces: Any = part.__dict__.get("_fp8_workspaces")
-        if workspaces:
+        if workspaces and _is_of("transformer_engine.", part):
             yield workspaces.clear
         dispatcher = part.__dict__.get("token_dispatcher")
-        if dispatcher is not None:
-            for owner in (dispatcher, getattr(dispatcher, "_comm_manager", None)):
+        for owner in (dispatcher, getattr(dispatcher, "_comm_manager", None)):
+            if _is_of("megatron.", owner):
                 yield functools.partial(_forget, owner)
-    for kind in {base: None for part in parts for base in type(part).__mro__ if base.__module__.startswith("megatron.")}:
-        yield from (member.cache_clear for member in vars(kind).values() if hasattr(member, "cache_clear"))
+    record = getattr(sys.modules.get("megatron.core.transformer.cuda_graphs"), "_CudagraphGlobalRecord", None)
+    if getattr(record, "cudagraph_created", False):  # of some model in the process, and what follows belongs to all
+        return
+    yield from (member.cache_clear for kind in classes for member in vars(kind).values() if hasattr(member, "cache_clear"))
     gradients = getattr(sys.modules.get("transformer_engine.pytorch.module.base"), "_dummy_wgrads", None)
     buffer = getattr(sys.modules.get("megatron.core.parallel_state"), "_GLOBAL_MEMORY_BUFFER", None)
-    for cache in (gradients, getattr(buffer, "buffer", None)):
-        if cache and any(part.__class__.__module__.startswith(("megatron.", "transformer_engine.")) for part in parts):
-            yield cache.clear
+    yield from (cache.clear for cache in (gradients, getattr(buffer, "buffer", None)) if cache)
 
 
 def is_captured(part: torch.nn.Module) -> bool:
@@ -66,7 +68,12 @@ def is_captured(part: torch.nn.Module) -> bool:
     return "cudagraph_manager" in found or bool(found.get("cuda_graphs")) or "make_graphed" in replaced
 
 
+def _is_of(package: str, thing: object) -> bool:
+    """Whether a thing's class derives from one of this package."""
+    return any(base.__module__.startswith(package) for base in type(thing).__mro__)
+
+
 def _forget(owner: Any) -> None:
-    for name in _OF_DISPATCHERS if owner is not None else ():
+    for name in _OF_DISPATCHERS:
         if isinstance(vars(owner).get(name), torch.Tensor):
             setattr(owner, name, None)
