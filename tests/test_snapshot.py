@@ -8,6 +8,7 @@ import hypothesis.strategies as st
 import pytest
 import torch
 from hypothesis import given
+from test_parts import Pair
 from torch import nn
 
 from torch_offload import (
@@ -122,9 +123,9 @@ def test_what_does_not_fit_is_named_and_nothing_written(device: str) -> None:
             r"'weight' was torch\.float32 of shape \(4, 4\).*it is torch\.float32 of shape \(5, 4\)",
         ),
         ([nn.Linear(4, 4, dtype=torch.float64, device=device)], r"'weight' was torch\.float32 .*torch\.float64"),
-        ([nn.Linear(4, 4, bias=False, device=device)], r"'bias' is in one alone"),
-        ([], "'bias', 'weight' is in one alone"),
-        ([nn.Sequential(model)], "'0.bias'"),
+        ([nn.Linear(4, 4, bias=False, device=device)], r"only the snapshot has 'bias'"),
+        ([], "only the snapshot has 'bias', 'weight'"),
+        ([nn.Sequential(model)], "only the snapshot has 'bias', 'weight'"),
     ]
     for targets, message in cases:
         with pytest.raises(MirrorMismatchError, match=message):
@@ -160,7 +161,7 @@ def test_bytes_that_arrive_otherwise_are_noticed(device: str) -> None:
     model = nn.Linear(3, 3, device=device)
     kept = snapshot(model, device=device)
     faulty = testing.link(corrupt=lambda index, there: there[:1].add_(1) if index == 0 else None)
-    with faulty, pytest.raises(IntegrityError, match=r"call copy_to\(\) again"):
+    with faulty, pytest.raises(IntegrityError, match=r"'weight'\. Call copy_to\(\) again"):
         kept.copy_to(model, device=device)
     kept.copy_to(model, device=device)
 
@@ -218,3 +219,27 @@ def test_a_snapshot_that_fails_changes_nothing(device: str, seam: Seam, away: bo
             break
     assert all(map(torch.equal, contents(list(model.parameters())), wanted))
     off.close()
+
+
+def test_a_snapshot_that_went_bad_is_noticed_at_the_reload(device: str) -> None:
+    model = nn.Linear(3, 3, device=device)
+    kept, another = snapshot(model, device=device), snapshot(model, device=device)
+    kept._copies[0].slot.bytes()[:1] += 1
+    off = Offloader(model, device=device)
+    off.offload()
+    kept.copy_to(model, device=device)
+    with pytest.raises(IntegrityError, match=r"'Linear\.weight'"):
+        off.reload()
+    another.copy_to(model, device=device)
+    off.reload()
+    off.close()
+
+
+def test_a_graph_over_a_whole_raises_too(device: str) -> None:
+    """Its version is another than that of the tensor with the memory."""
+    with_memory = torch.ones(3, device=device)
+    module = nn.Module()
+    module.weight = nn.Parameter(Pair(with_memory, torch.ones(3, device=device)), requires_grad=False)
+    version = module.weight._version
+    snapshot(module, device=device).copy_to(module, device=device)
+    assert module.weight._version > version

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Sequence
 
 import torch
 
 from . import checksum, device, ledger, transfer
 from .errors import IntegrityError, TransitionError, listed
+from .ledger import Entry
 from .mirror import Slot
 from .tensors import Storage, byte_view
 
@@ -36,69 +38,97 @@ def copy_out(pairs: Sequence[tuple[Storage, Slot]], *, verify: bool) -> list[int
         known = [away[found._cdata].checksum for found, _ in late]
         made = checksum.checksums([slot.bytes() for _, slot in late])
         if wrong := [away[f._cdata].name for (f, _), old, new in zip(late, known, made, strict=True) if old not in (None, new)]:
-            raise IntegrityError(f"the mirror of {listed(wrong)} has other bytes than were offloaded. Nothing was changed")
+            raise IntegrityError(
+                f"the mirror has other bytes than were offloaded: {listed(wrong)}. Nothing was changed. The host memory is at "
+                "fault; reload() on an Offloader with verify=False brings the bytes back as they are"
+            )
         sums |= {found._cdata: value for (found, _), value in zip(late, made, strict=True)}
     return [sums.get(found._cdata) for found, _ in pairs]
 
 
-def copy_in(copies: Sequence[tuple[Storage, Slot, int | None, Sequence[torch.Tensor]]], *, verify: bool) -> None:
+@dataclasses.dataclass(frozen=True, eq=False)
+class Incoming:
+    """Bytes in host memory and the storage that they are to be copied into.
+
+    Attributes:
+        name: of the first tensor that is meant, for messages.
+        storage: where they go: onto its device, or into its mirror.
+        slot: where they are.
+        checksum: of them; None if unknown.
+        tensors: those on the storage that are meant, with the same geometry on both sides; what else lies there stays.
+        around: the tensors whose versions change, so that a graph that saved one raises.
+    """
+
+    name: str
+    storage: Storage
+    slot: Slot
+    checksum: int | None
+    tensors: Sequence[torch.Tensor]
+    around: Sequence[torch.Tensor]
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether one of the tensors takes every byte."""
+        nbytes = self.slot.nbytes
+        return any(each.is_contiguous() and each.numel() * each.element_size() == nbytes for each in self.tensors)
+
+
+def copy_in(incoming: Sequence[Incoming], *, verify: bool) -> None:
     """Copy host memory into storages, or into their mirrors where they are offloaded; wait, and compare the checksums.
 
-    Args:
-        copies: storage, host memory, checksum, and the tensors on the storage that are meant; what else lies on it stays.
-        verify: compare what is on a device afterwards.
+    What goes into a mirror is compared when it is reloaded.
 
     Raises:
         TransitionError: a storage's bytes were discarded. Nothing was written.
-        IntegrityError: what arrived on a device is something else.
+        IntegrityError: with the names of what arrived on a device as something else.
     """
-    devices = [found.device for found, *_ in copies]
-    entries = [entry if entry is not None and entry.offloaded else None for entry in (ledger.entry_of(f) for f, *_ in copies)]
-    if gone := [entry.name for entry in entries if entry is not None and entry.slot is None]:
+    entries = [ledger.entry_of(each.storage) for each in incoming]
+    if gone := [entry.name for entry in entries if entry is not None and entry.offloaded and entry.slot is None]:
         raise TransitionError(f"{listed(gone)} was discarded and comes back as zeros: call reload() before copying into it")
+    devices = [each.storage.device for each in incoming]
     device.synchronize(devices)
-    compared: list[tuple[Storage, int]] = []
     with torch.no_grad():
-        for (found, slot, value, tensors), entry in zip(copies, entries, strict=True):
-            whole = any(_covers(tensor, slot.nbytes) for tensor in tensors)
-            if entry is not None and entry.slot is not None:
-                into = entry.slot.bytes()
-                _copy_parts(into.untyped_storage(), slot, tensors, whole=whole)
-                entry.checksum = None if entry.checksum is None else checksum.checksums([into])[0]
-                entry.written()
+        for each, entry in zip(incoming, entries, strict=True):
+            if entry is not None and entry.offloaded and entry.slot is not None:
+                _into_mirror(each, entry, entry.slot)
             else:
-                _copy_parts(found, slot, tensors, whole=whole)
-                torch.autograd.graph.increment_version([each for each in tensors if not each.is_inference()])
-                compared += [(found, value)] if whole and value is not None else []
+                _copy_bytes(each, each.storage)
+                torch.autograd.graph.increment_version([one for one in each.around if not one.is_inference()])
     device.synchronize(devices)
-    if verify:
-        sums = transfer.checksums_of([found for found, _ in compared])
-        if wrong := [found.nbytes() for (found, value), new in zip(compared, sums, strict=True) if value != new]:
-            raise IntegrityError(
-                f"{len(wrong)} storages do not have the bytes of the snapshot. It is whole: call copy_to() again"
-            )
+    whole = [each for each, entry in zip(incoming, entries, strict=True) if entry is None and each.is_whole]
+    known = [each for each in whole if each.checksum is not None] if verify else []
+    sums = transfer.checksums_of([each.storage for each in known])
+    if wrong := [each.name for each, value in zip(known, sums, strict=True) if value != each.checksum]:
+        raise IntegrityError(
+            f"the bytes that arrived are not those of the snapshot: {listed(wrong)}. Call copy_to() again in case the copy was "
+            "at fault; if it fails again the snapshot's host memory is"
+        )
 
 
-def _covers(tensor: torch.Tensor, nbytes: int) -> bool:
-    """Whether the tensor takes every byte of its storage."""
-    return tensor.is_contiguous() and tensor.numel() * tensor.element_size() == nbytes
+def _into_mirror(incoming: Incoming, entry: Entry, slot: Slot) -> None:
+    """The mirror's checksum is the snapshot's own where that is known: bytes that went bad are noticed at the reload."""
+    is_known = incoming.is_whole and incoming.checksum is not None
+    try:
+        _copy_bytes(incoming, slot.bytes().untyped_storage())
+    finally:
+        if entry.checksum is not None:
+            entry.checksum = incoming.checksum if is_known else checksum.checksums([slot.bytes()])[0]
+        entry.written()
 
 
-def _copy_parts(into: Storage, slot: Slot, tensors: Sequence[torch.Tensor], *, whole: bool) -> None:
-    """Copy all bytes, or those of these tensors, whose geometry is the same on both sides."""
-    if whole:
-        transfer.copy(byte_view(into), slot.bytes())
+def _copy_bytes(incoming: Incoming, into: Storage) -> None:
+    """Copy all bytes, or those of the tensors that are meant."""
+    there, here = byte_view(into), incoming.slot.bytes()
+    if incoming.is_whole:
+        transfer.copy(there, here)
         return
-    for tensor in tensors:
-        itemsize = tensor.element_size()
-        there, here = byte_view(into), slot.bytes()
+    for tensor in incoming.tensors:
+        itemsize, offset = tensor.element_size(), tensor.storage_offset() * tensor.element_size()
         dims = [(size, stride) for size, stride in zip(tensor.size(), tensor.stride(), strict=True) if stride and size > 1]
-        if tensor.numel() and _overlaps(dims):  # elements share bytes, so all bytes between the first and the last are its own
-            extent = 1 + sum((size - 1) * stride for size, stride in dims)
-            dims = [(extent, 1)]
-        shape = [*(size for size, _ in dims), itemsize] if tensor.numel() else [0]
-        stride = [*(stride * itemsize for _, stride in dims), 1] if tensor.numel() else [1]
-        offset = tensor.storage_offset() * itemsize
+        if _overlaps(dims):  # elements share bytes, so all bytes between the first and the last are its own
+            dims = [(1 + sum((size - 1) * stride for size, stride in dims), 1)]
+        shape = [*(size for size, _ in dims), itemsize if tensor.numel() else 0]
+        stride = [*(stride * itemsize for _, stride in dims), 1]
         there.as_strided(shape, stride, offset).copy_(here.as_strided(shape, stride, offset))
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import collections
 import dataclasses
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
@@ -21,6 +21,7 @@ from .tensors import Storage, attribute, plainly, storage_of
 from .transition import start
 
 Name = tuple[int, str, str]  # the target's position, the component, the name below the target
+_REPAIR = "Nothing was written. Copy it to a target of the structure it was made of, or make another snapshot"
 Geometry = tuple[torch.dtype, tuple[int, ...], tuple[int, ...], int, int]  # dtype, shape, stride, offset, bytes of the storage
 
 
@@ -31,6 +32,12 @@ class _Copy:
     names: list[Name]
     slot: Slot
     checksum: int | None
+
+    def incoming(self, claimed: Sequence[_Claimed]) -> copies.Incoming:
+        """What is to be copied into these tensors, which are all on one storage."""
+        around = [each for one in claimed for each in one.around]
+        tensors = [one.tensor for one in claimed]
+        return copies.Incoming(self.names[0][2], claimed[0].storage, self.slot, self.checksum, tensors, around)
 
 
 class Snapshot:
@@ -44,11 +51,13 @@ class Snapshot:
         self._components, self._verify = components, scope.verify
         claimed = _claimed(scope, components)
         self._known = {name: each.geometry for name, each in claimed.items()}
-        storages = [each.storage for each in claimed.values() if copies.nbytes_of(each.storage)]
-        storages = list({each._cdata: each for each in storages}.values())
+        names: dict[int, list[Name]] = {}
+        for name, each in claimed.items():
+            if copies.nbytes_of(each.storage):
+                names.setdefault(each.storage._cdata, []).append(name)
+        storages = [claimed[every[0]].storage for every in names.values()]
         self.nbytes = sum(map(copies.nbytes_of, storages))
         self._mirror = PinnedMirror(next(iter(devices.accelerators(each.device for each in storages)), torch.device("cpu")))
-        names = {each._cdata: [name for name, one in claimed.items() if one.storage is each] for each in storages}
         needs = [Need(each, copies.nbytes_of(each), ".".join(map(str, names[each._cdata][0]))) for each in storages]
         ((slots),) = mirror.take([(self._mirror, needs)])
         sums = copies.copy_out(list(zip(storages, slots, strict=True)), verify=scope.verify)
@@ -80,12 +89,7 @@ class Snapshot:
             claimed = _claimed(scope, self._components)
             self._check(claimed)
             copies.copy_in(
-                [
-                    (storage, copy.slot, copy.checksum, [claimed[name].tensor for name in copy.names])
-                    for copy in self._copies
-                    for storage in {claimed[name].storage for name in copy.names}
-                ],
-                verify=self._verify,
+                [copy.incoming([claimed[name] for name in copy.names]) for copy in self._copies], verify=self._verify
             )
 
     def close(self) -> None:
@@ -94,23 +98,26 @@ class Snapshot:
         self._mirror.close()
 
     def _check(self, claimed: dict[Name, _Claimed]) -> None:
-        if missing := [name[2] for name in (self._known.keys() ^ claimed.keys())]:
-            raise MirrorMismatchError(
-                f"the snapshot and the target do not have the same tensors: {listed(sorted(missing))} is in one alone. Nothing "
-                "was written. Copy it to a target of the same structure, with as much optimizer state"
-            )
+        for where, names in (
+            ("snapshot", self._known.keys() - claimed.keys()),
+            ("target", claimed.keys() - self._known.keys()),
+        ):
+            if names:
+                raise MirrorMismatchError(
+                    f"only the {where} has {listed(sorted(name[2] for name in names))}. {_REPAIR}, with as much optimizer state"
+                )
         for name, geometry in self._known.items():
             now = claimed[name].geometry
             if now != geometry:
                 raise MirrorMismatchError(
                     f"{name[2]!r} was {_described(geometry)} when the snapshot was made, and in the target it is "
-                    f"{_described(now)}. Nothing was written"
+                    f"{_described(now)}. {_REPAIR}"
                 )
         for copy in self._copies:
             if len({claimed[name].storage._cdata for name in copy.names}) > 1:
                 raise MirrorMismatchError(
                     f"{listed(name[2] for name in copy.names)} shared memory when the snapshot was made, and do not in the "
-                    "target. Nothing was written"
+                    f"target. {_REPAIR}"
                 )
 
 
@@ -149,9 +156,10 @@ def snapshot(
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class _Claimed:
-    """A tensor with memory, as it is now."""
+    """A tensor with memory, as it is now, and it and those around it."""
 
     tensor: torch.Tensor
+    around: Sequence[torch.Tensor]
     storage: Storage
     geometry: Geometry
 
@@ -174,7 +182,8 @@ def _claimed(scope: Scope, components: frozenset[str]) -> dict[Name, _Claimed]:
             name = (positions[id(named.strategy)], named.claim.component, _below(named))
             seen[name] += 1
             number = "" if seen[name] == 1 else f" ({seen[name]})"
-            found[name[0], name[1], name[2] + number] = _Claimed(tensor, storage, _geometry(tensor, storage))
+            around = (tensor, *named.part.around, named.claim.tensor)
+            found[name[0], name[1], name[2] + number] = _Claimed(tensor, around, storage, _geometry(tensor, storage))
     return found
 
 
