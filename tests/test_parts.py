@@ -303,6 +303,30 @@ def test_one_whole_is_brought_back_by_itself(device: str, which: str) -> None:
     off.close()
 
 
+def test_a_whole_around_either_of_two_parts_on_one_storage_is_found(device: str) -> None:
+    base = torch.ones(8, device=device)
+    module = nn.Module()
+    module.weight = nn.Parameter(Pair(base[:4], base[4:]), requires_grad=False)
+    module.again = module.weight
+    off = Offloader(module, device=device)
+    off.offload()
+    off.reload()
+    other = Pair(module.weight.two, torch.ones(4, device=device))
+    off.offload()
+    with pytest.raises(OffloadedTensorError, match=r"'Module\.weight"):
+        other + 1
+    off.close()
+
+
+def test_a_sparse_tensor_under_two_names(device: str) -> None:
+    module = nn.Module()
+    module.register_buffer("rows", torch.eye(3, device=device).to_sparse())
+    module.register_buffer("again", module.rows)
+    assert_round_trip(module, device=device)
+    with offloaded(module, device=device) as off:
+        assert not off.report.left
+
+
 def test_two_parts_on_one_storage_are_written_once_into_its_checksum(device: str) -> None:
     for middle in (4096, 100):  # in rows of their own, and in the same
         base = torch.zeros(2 * middle, device=device)

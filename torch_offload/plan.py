@@ -96,8 +96,9 @@ class Planned:
         return [*(tensor for named in self.claims for tensor in named.tensors()), *self.aliases, *self.leaves]
 
     def inside(self) -> list[Part]:
-        """The parts of wholes that are on it, one for each whole."""
-        return list({id(named.claim.tensor): named.part for named in self.claims if named.part.suffix}.values())
+        """The parts of wholes that are on it, each once, under however many names the whole is claimed."""
+        found = {(id(named.claim.tensor), named.part.suffix): named.part for named in self.claims if named.part.suffix}
+        return list(found.values())
 
     def move(self, verdict: Verdict) -> Move:
         """How to offload it, guarding the aliases that the checker found as well."""
