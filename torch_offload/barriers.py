@@ -26,10 +26,9 @@ class Barrier:
     def __init__(self, leaf: torch.Tensor, attribute: str, name: str, entry: Entry) -> None:
         self._leaf, self._attribute, self._name, self._entry = leaf, attribute, name, entry
         hooks: dict[int, Any] | None = leaf._backward_hooks
+        # a gradient with several storages has a barrier for each; the first knows what the leaf had before
         others = [each for hook in (hooks or {}).values() if isinstance(each := getattr(hook, "__self__", None), Barrier)]
-        self._had_hooks: bool = (
-            others[0]._had_hooks if others else hooks is not None
-        )  # others': its gradient has several storages
+        self._had_hooks: bool = others[0]._had_hooks if others else hooks is not None
         entry.barriers.append(weakref.ref(self))
         frozen = not leaf.requires_grad  # it may be trained again while its gradient is away
         if frozen:

@@ -9,11 +9,11 @@ from typing import Any
 
 import torch
 
-from ..errors import OffloadedTensorError, UnsupportedTargetError
+from ..errors import UnsupportedTargetError
 from ..tensors import address_of, byte_view, storage_of
 from ..walk import tensors_in
 from .base import Claim
-from .methods import refuse
+from .methods import check_resident, refuse
 from .per_parameter import PerParameterStrategy
 
 _BUFFERS = ("buffers", "expert_parallel_buffers")
@@ -105,7 +105,7 @@ class FlatBufferStrategy(PerParameterStrategy):
         for owner, methods, parts in owners:
             for method, data in methods.items():
                 needed = [weakref.ref(getattr(part, data)) for part in parts if getattr(part, data) is not None]
-                yield from refuse(owner, method, functools.partial(_refuse_if_offloaded, needed))
+                yield from refuse(owner, method, functools.partial(_check_needed, needed))
 
     def _flat_claims(self) -> Iterator[Claim]:
         gathers = any(group.param_gather_handle is not None for _, group in _members(self.target, _GROUPS))
@@ -138,7 +138,7 @@ def _members(owner: Any, tables: Iterable[str]) -> Iterator[tuple[str, Any]]:
     return ((f"{table}.{index}", each) for table in tables for index, each in enumerate(getattr(owner, table)))
 
 
-def _refuse_if_offloaded(needed: Sequence[weakref.ref[torch.Tensor]], call: str) -> None:
+def _check_needed(needed: Sequence[weakref.ref[torch.Tensor]], call: str) -> None:
     """Raise by name if some of this data is offloaded, on behalf of a call that needs it.
 
     The data's own refusal would come from inside of torch's coalescing of collectives, which then swallows later ones.
@@ -146,7 +146,4 @@ def _refuse_if_offloaded(needed: Sequence[weakref.ref[torch.Tensor]], call: str)
     for reference in needed:
         tensor = reference()
         if tensor is not None:
-            try:
-                tensor.data_ptr()
-            except OffloadedTensorError as error:
-                raise OffloadedTensorError(str(error).replace("data_ptr", call, 1)) from None
+            check_resident(tensor, call)

@@ -13,10 +13,8 @@ from ..errors import OffloadedTensorError, UnsupportedTargetError
 from ..parts import foreign, parts_of
 from ..tensors import gradient_of
 from .base import Claim
-from .methods import refuse
-from .per_parameter import PerParameterStrategy, is_sharded
-
-_MODULE = ("torch.distributed.fsdp", "FSDPModule")
+from .methods import check_resident, refuse
+from .per_parameter import FSDP_MODULE, PerParameterStrategy, is_sharded
 
 
 class FSDP2Strategy(PerParameterStrategy):
@@ -28,7 +26,7 @@ class FSDP2Strategy(PerParameterStrategy):
 
     Args:
         module: the module, or a list of modules. Held weakly.
-        grads, read_only, name, shared: as for `PerParameterStrategy`.
+        grads, read_only, scratch, name, shared: as for `PerParameterStrategy`.
 
     Raises:
         UnsupportedTargetError: nothing in ``module`` is an `FSDPModule`, or one is under a `CPUOffloadPolicy`.
@@ -87,10 +85,8 @@ class FSDP2Strategy(PerParameterStrategy):
             yield from refuse(group, "unshard", functools.partial(_check_shards, weakref.ref(group)))
         begins = functools.partial(_check_backward, weakref.ref(self.target))
         own = [state for _, state in _states(self.target).values()]
-        every = {
-            id(each): each for state in own for each in (state, *state._state_ctx.all_states)
-        }  # a root around the target too
-        for state in every.values():
+        around = [each for state in own for each in state._state_ctx.all_states]  # a root around the target too
+        for state in {id(each): each for each in (*own, *around)}.values():
             yield from refuse(state, "_register_root_post_backward_final_callback", begins)
 
     def named_parameters(self) -> Iterator[tuple[str, torch.nn.Parameter]]:
@@ -115,7 +111,7 @@ def _states(module: torch.nn.Module) -> dict[int, tuple[str, Any]]:
     """FSDP2's state of each module, or of several that were sharded together, by its id, with the name of the first."""
     found: dict[int, tuple[str, Any]] = {}
     for path, part in torch.nn.Module.named_modules(module):
-        if isinstance(part, foreign(*_MODULE)):
+        if isinstance(part, foreign(*FSDP_MODULE)):
             state = part._get_fsdp_state()
             found.setdefault(id(state), (path, state))
     return found
@@ -160,21 +156,14 @@ def _check_backward(reference: weakref.ref[Any], _call: str) -> None:
     shards = [] if target is None else [each._sharded_param_data for _, each in _sharded_parameters(target)]
     claims = [] if target is None else [claim for claim in FSDP2Strategy(target).claims() if claim.component == "grads"]
     for tensor in (*shards, *(part.tensor for claim in claims for part in parts_of(claim.tensor))):
-        _refuse_if_offloaded(tensor, "backward()")
+        check_resident(tensor, "backward()")
 
 
 def _check_shards(reference: weakref.ref[Any], call: str) -> None:
     """Refuse to gather what is offloaded: one rank alone would copy it out of the mirror and compute."""
     group = reference()
     for each in () if group is None else group.fsdp_params:
-        _refuse_if_offloaded(each._sharded_param_data, call)
-
-
-def _refuse_if_offloaded(tensor: torch.Tensor, call: str) -> None:
-    try:
-        tensor.data_ptr()
-    except OffloadedTensorError as error:
-        raise OffloadedTensorError(str(error).replace("data_ptr", call, 1)) from None
+        check_resident(each._sharded_param_data, call)
 
 
 def _unreduced(each: Any) -> Iterator[tuple[str, torch.Tensor]]:

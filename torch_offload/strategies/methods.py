@@ -7,6 +7,10 @@ import weakref
 from collections.abc import Callable, Iterator
 from typing import Any
 
+import torch
+
+from ..errors import OffloadedTensorError
+
 
 def refuse(owner: Any, method: str, check: Callable[[str], bool | None]) -> Iterator[Callable[[], None]]:
     """Have calls of a method pass ``check("method()")`` first, and give what undoes that.
@@ -16,6 +20,17 @@ def refuse(owner: Any, method: str, check: Callable[[str], bool | None]) -> Iter
     """
     yield functools.partial(_restore, weakref.ref(owner), method)
     setattr(owner, method, _Refusing(owner, method, check))
+
+
+def check_resident(tensor: torch.Tensor, call: str) -> None:
+    """Raise by name, on behalf of a call that needs it, if a tensor is offloaded.
+
+    Where its own refusal would come too late: from inside of what the call has begun.
+    """
+    try:
+        tensor.data_ptr()
+    except OffloadedTensorError as error:
+        raise OffloadedTensorError(str(error).replace("data_ptr", call, 1)) from None
 
 
 class _Refusing:

@@ -16,9 +16,12 @@ from .scratch import of_module
 Gradients = Literal["preserve", "discard", "refuse"]
 
 
+FSDP_MODULE = ("torch.distributed.fsdp", "FSDPModule")
+
+
 def is_sharded(module: torch.nn.Module) -> bool:
     """Whether FSDP2's `fully_shard` was applied to the module or to one inside."""
-    kind = foreign("torch.distributed.fsdp", "FSDPModule")
+    kind = foreign(*FSDP_MODULE)
     return kind != () and any(isinstance(part, kind) for part in torch.nn.Module.modules(module))
 
 
