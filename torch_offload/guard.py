@@ -193,7 +193,8 @@ def _answer(func: Any, found: Sequence[Guard], args: tuple[Any, ...], kwargs: di
         if device is not None:
             return _device_copy(first, device, args[0], *(args[1:] if func is torch.Tensor.to else ()), **kwargs)
     if func is torch.Tensor.copy_ and len(args) > 1 and (source := guard_of(args[1])) is not None:
-        return args[0].copy_(_device_copy(source, args[0].device, args[1]))
+        _check_unrecorded(source, args[1])
+        return args[0].copy_(_host(args[1], serving.mirror_view))
     what = f"{getattr(func, '__name__', func)} needs the memory of"
     if not found:
         raise OffloadedTensorError(f"{what} an offloaded tensor, handed over in a container. Call reload() first")
@@ -242,14 +243,18 @@ def _guard_new(tensor: torch.Tensor, name: str, entry: Entry) -> None:
     Guard(tensor, name, entry, is_new=True)
 
 
+def _resident_copy(tensor: torch.Tensor) -> torch.Tensor:
+    copied: torch.Tensor = plainly(torch.Tensor.to, tensor, "cpu", copy=True)
+    return copied
+
+
 def _host(
     tensor: torch.Tensor,
     make: Callable[[torch.Tensor, Entry], torch.Tensor],
-    copy: Callable[[torch.Tensor], torch.Tensor] | None = None,
+    copy: Callable[[torch.Tensor], torch.Tensor] = _resident_copy,
 ) -> torch.Tensor:
     """A host tensor like this one: ``make`` gives what stands for each tensor with memory that is offloaded, ``copy`` (a copy)
     for what is resident."""
-    copy = copy or _resident_copy
     found = guard_of(tensor)
     if is_whole(tensor):
         try:
@@ -270,19 +275,18 @@ def _host(
     return make(tensor, entry)
 
 
-def _resident_copy(tensor: torch.Tensor) -> torch.Tensor:
-    copied: torch.Tensor = plainly(torch.Tensor.to, tensor, "cpu", copy=True)
-    return copied
-
-
 def _device_copy(guard: Guard, device: torch.device, tensor: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
     """A fresh tensor with the values on a device, in the dtype of these arguments of `to`; waits for the copy."""
-    if torch.is_grad_enabled() and tensor.requires_grad:
-        raise refusal("autograd would record the copy (detach() first, or use torch.no_grad()) of", guard.name, guard.entry)
+    _check_unrecorded(guard, tensor)
     keywords = {key: value for key, value in kwargs.items() if key not in ("copy", "device", "memory_format")}
     _, dtype, _, layout = torch._C._nn._parse_to(*args, **keywords)
     layout = layout or kwargs.get("memory_format") or torch.preserve_format
     return _host(tensor, serving.mirror_view).to(device, dtype, copy=True, memory_format=layout)
+
+
+def _check_unrecorded(guard: Guard, tensor: torch.Tensor) -> None:
+    if torch.is_grad_enabled() and tensor.requires_grad:
+        raise refusal("autograd would record the copy (detach() first, or use torch.no_grad()) of", guard.name, guard.entry)
 
 
 def _copy_into(guard: Guard, tensor: torch.Tensor, source: Any, non_blocking: bool = False) -> torch.Tensor:  # noqa: ARG001
