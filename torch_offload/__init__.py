@@ -27,6 +27,7 @@ from .strategies import (
     strategy_for,
 )
 from .transition import PreparedOffload
+from .unreached import Unreached, UnreachedRow
 
 __version__ = "0.1.0"
 
@@ -55,6 +56,8 @@ __all__ = [
     "Strategy",
     "TransitionError",
     "TransitionReport",
+    "Unreached",
+    "UnreachedRow",
     "UnsupportedTargetError",
     "offloaded",
     "reload",

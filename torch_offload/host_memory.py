@@ -181,9 +181,6 @@ def _exit() -> None:
     drain()
 
 
-# How much may be taken -----------------------------------------------------------------------------------------------
-
-
 def trim_host_memory() -> int:
     """Have memory that nobody uses returned to the operating system: what the C library keeps after a checkpoint was written,
     what torch's pinned allocator caches, and retired mirrors. Collects garbage first.
@@ -209,6 +206,9 @@ def _resident_nbytes() -> int:
         return int(Path("/proc/self/statm").read_text().split()[1]) * PAGE
     except (OSError, ValueError):
         return 0
+
+
+# How much may be taken -----------------------------------------------------------------------------------------------
 
 
 def pages(nbytes: int) -> int:

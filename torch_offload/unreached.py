@@ -7,7 +7,7 @@ import gc
 import re
 import sys
 import types
-from collections.abc import Collection, Iterable
+from collections.abc import Callable, Collection, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +22,7 @@ _DEPTH = 4  # referrers of referrers, until one has a name
 
 
 @dataclasses.dataclass(frozen=True)
-class Holding:
+class UnreachedRow:
     """A storage that no claim covers: its size in bytes, the tensors on it, and who refers to them."""
 
     nbytes: int
@@ -42,7 +42,7 @@ class Unreached:
 
     nbytes: int | None
     seen_nbytes: int
-    largest: tuple[Holding, ...]
+    largest: tuple[UnreachedRow, ...]
 
     def __str__(self) -> str:
         total = "" if self.nbytes is None else f"{gib(self.nbytes)} that no claim covers, "
@@ -53,7 +53,7 @@ class Unreached:
         return "\n".join(lines)
 
 
-def find(covers: Any, claimed: Collection[int], *, most: int) -> Unreached:
+def find(covers: Callable[[torch.device], bool], claimed: Collection[int], *, most: int) -> Unreached:
     """Look for tensors on a device that are on none of the claimed storages.
 
     Args:
@@ -73,7 +73,8 @@ def find(covers: Any, claimed: Collection[int], *, most: int) -> Unreached:
     largest = sorted(sizes, key=lambda address: -sizes[address])[:most]
     ours = {id(storages), id(sizes), *(id(tensors) for tensors in storages.values())}
     rows = tuple(
-        Holding(sizes[each], tuple(map(_described, storages[each][:3])), _holders(storages[each], ours)) for each in largest
+        UnreachedRow(sizes[each], tuple(map(_described, storages[each][:3])), _holders(storages[each], ours))
+        for each in largest
     )
     return Unreached(None, sum(sizes.values()), rows)
 
