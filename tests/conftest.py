@@ -62,3 +62,12 @@ def _after_cuts() -> Iterator[None]:
     ledger.LOCK = threading.RLock()
     for number, handler in before.items():
         signal.signal(number, handler)
+
+
+@pytest.fixture(scope="module")
+def _megatron_rank() -> Iterator[None]:
+    """Megatron-core's process groups, for a test module."""
+    import mcore
+
+    with mcore.ranks():
+        yield

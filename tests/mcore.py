@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
+import pytest
 import torch
 from torch import nn
 from torch.distributed import distributed_c10d
@@ -25,6 +26,13 @@ with warnings.catch_warnings():  # megatron-core warns about itself when it is i
     WIDTH = 8
     SHAPE = TransformerConfig(num_layers=1, hidden_size=WIDTH, num_attention_heads=1)
 
+MARKS = [  # of a test module that runs Megatron-core
+    pytest.mark.xdist_group("megatron"),
+    pytest.mark.usefixtures("_megatron_rank"),
+    pytest.mark.filterwarnings("ignore:`torch.distributed:FutureWarning"),  # of names that it uses
+    pytest.mark.filterwarnings("ignore:The next bucket's parameter all-gather:UserWarning"),
+    pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning"),  # its fp32 shards
+]
 OVERLAPPING = {"use_distributed_optimizer": True, "overlap_grad_reduce": True, "overlap_param_gather": True, "bucket_size": 100}
 CONFIGS: dict[str, dict[str, Any]] = {
     "plain": {},

@@ -11,7 +11,6 @@ import os
 import subprocess
 import sys
 import weakref
-from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
@@ -46,18 +45,8 @@ from test_interrupts import cut, interrupted
 from test_life import Life, live
 from test_targets import check_contract
 
-pytestmark = [
-    pytest.mark.xdist_group("megatron"),
-    pytest.mark.filterwarnings("ignore:`torch.distributed:FutureWarning"),  # of names that Megatron-core uses
-    pytest.mark.filterwarnings("ignore:The next bucket's parameter all-gather:UserWarning"),
-]
+pytestmark = mcore.MARKS
 DISTRIBUTED = {"use_distributed_optimizer": True}
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _rank() -> Iterator[None]:
-    with mcore.ranks():
-        yield
 
 
 def pair(device: str, **config: Any) -> list[tuple[Any, torch.optim.Optimizer]]:

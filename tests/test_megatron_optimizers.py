@@ -33,17 +33,7 @@ from mcore import PRECISIONS, megatron_step, tensors_of, with_optimizer
 from test_megatron import flat
 from test_targets import check_contract
 
-pytestmark = [
-    pytest.mark.xdist_group("megatron"),
-    pytest.mark.filterwarnings("ignore:`torch.distributed:FutureWarning"),  # of names that Megatron-core uses
-    pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning"),  # its fp32 shards
-]
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _rank() -> Iterator[None]:
-    with mcore.ranks():
-        yield
+pytestmark = mcore.MARKS
 
 
 @pytest.fixture(autouse=True)

@@ -23,17 +23,7 @@ import mcore
 from mcore import PRECISIONS, accumulate, chunk, megatron_step, state_of, tensors_of, with_optimizer
 from test_megatron import flat
 
-pytestmark = [
-    pytest.mark.xdist_group("megatron"),
-    pytest.mark.filterwarnings("ignore:`torch.distributed:FutureWarning"),
-    pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning"),
-]
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _rank() -> Iterator[None]:
-    with mcore.ranks():
-        yield
+pytestmark = mcore.MARKS
 
 
 @pytest.fixture(autouse=True)
