@@ -158,6 +158,12 @@ def check(device: str, config: str) -> None:
     assert all(
         torch.equal(one, 2 * two) for one, two in zip(locals_of(net.parameters()), locals_of(twin.parameters()), strict=True)
     )
+    handle = net.unshard(async_op=True)  # gathers what is about to be replaced
+    off.offload()
+    net.load_state_dict(other)
+    off.reload()
+    handle.wait()
+    assert accumulate(net, 20) == accumulate(twin, 20)
     off.close()
 
 

@@ -215,8 +215,8 @@ class _Case:
     def remembered(self) -> bool:
         """Take over what an earlier look found; whether that explains every holder."""
         past = _seen.get(self.storage._cdata)
-        if past is None or past.storage() is not self.storage or self.hidden or past.inside != self.inside:
-            return False  # what is inside of sparse tensors has no object that could be asked
+        if past is None or past.storage() is not self.storage or past.inside != self.inside:
+            return False  # never the same inside of sparse tensors, which has no lasting object that could be asked
         for whole, place in past.wholes:
             found = whole()
             if found is None or (place is not None and not place.has(found)):
