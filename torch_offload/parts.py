@@ -127,7 +127,9 @@ def rebuilt(tensor: torch.Tensor, cls: Any, exchange: Callable[[torch.Tensor], t
         make: Any = torch.sparse_coo_tensor if layout is torch.sparse_coo else torch.sparse_compressed_tensor
         is_coalesced = layout is torch.sparse_coo and plainly(torch.Tensor.is_coalesced, tensor)
         keywords = {"is_coalesced": is_coalesced} if layout is torch.sparse_coo else {"layout": layout}
-        sparse: torch.Tensor = make(*parts, attribute(tensor, "shape"), **keywords, check_invariants=False)
+        # As an argument, torch 2.11 warns of it all the same.
+        with torch.sparse.check_sparse_tensor_invariants(enable=False):  # type: ignore[no-untyped-call]
+            sparse: torch.Tensor = make(*parts, attribute(tensor, "shape"), **keywords)
         return sparse
     size, stride = attribute(tensor, "shape"), plainly(torch.Tensor.stride, tensor)
     if not is_traceable_wrapper_subclass(tensor):
