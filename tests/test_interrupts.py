@@ -31,12 +31,28 @@ from torch_offload.tensors import storage_of
 from torch_offload.testing import Portrait
 
 PACKAGE = str(Path(torch_offload.__file__).parent)
-# What is struck while Python finalises something goes nowhere, and the call goes on.
-pytestmark = pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
 
 
 class Cut(BaseException):
     """Raised between two opcodes, past every handler that expects a signal."""
+
+
+def _traced(trace: Callable[[FrameType, str, Any], Any], call: Callable[[], None]) -> None:
+    report = sys.unraisablehook
+
+    def lost(unraisable: Any) -> None:
+        """What is struck while Python finalises something goes nowhere, and the call goes on."""
+        if not isinstance(unraisable.exc_value, Cut | KeyboardInterrupt):
+            report(unraisable)
+
+    sys._getframe().f_trace_opcodes = True  # Python 3.12 gives no opcode events unless some frame asked before
+    sys.unraisablehook = lost
+    sys.settrace(trace)
+    try:
+        call()
+    finally:
+        sys.settrace(None)
+        sys.unraisablehook = report
 
 
 def interrupted(at: int, call: Callable[[], None], strike: Callable[[], None], *, within: str = PACKAGE) -> bool:
@@ -57,14 +73,10 @@ def interrupted(at: int, call: Callable[[], None], strike: Callable[[], None], *
                 strike()
         return trace
 
-    sys._getframe().f_trace_opcodes = True  # Python 3.12 gives no opcode events unless some frame asked before
-    sys.settrace(trace)
     try:
-        call()
+        _traced(trace, call)
     except (Cut, KeyboardInterrupt):
         assert struck
-    finally:
-        sys.settrace(None)
     return struck
 
 
@@ -173,15 +185,6 @@ def interrupted_at(point: Point, call: Callable[[], None], strike: Callable[[], 
     except (Cut, KeyboardInterrupt):
         assert struck
     return struck
-
-
-def _traced(trace: Callable[[FrameType, str, Any], Any], call: Callable[[], None]) -> None:
-    sys._getframe().f_trace_opcodes = True  # Python 3.12 gives no opcode events unless some frame asked before
-    sys.settrace(trace)
-    try:
-        call()
-    finally:
-        sys.settrace(None)
 
 
 def every_opcode(strike: Callable[[], None], block: Callable[[Life], None], first: int, step: int) -> tuple[int, int]:
