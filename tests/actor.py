@@ -83,6 +83,7 @@ def main(gib: float, *, offloads: bool) -> dict[str, Any]:
             torch.cuda.synchronize()
             torch.cuda.empty_cache()
         empty = free()  # beside what libraries and kernels take
+        reserved = torch.cuda.memory_reserved() if DEVICE == "cuda" else 0
         model, optimizer = made(gib)
         for number in range(2):
             step(model, optimizer, number)
@@ -92,6 +93,7 @@ def main(gib: float, *, offloads: bool) -> dict[str, Any]:
             for _ in range(2):
                 reports.append(off.offload())
                 found["left_nbytes"] = empty - free()
+                found["reserved_nbytes"] = torch.cuda.memory_reserved() - reserved if DEVICE == "cuda" else 0
                 found["left"] = [str(row) for row in reports[-1].left]
                 off.reload()
             found |= {"nbytes": reports[-1].nbytes, "host_nbytes": off.host_nbytes}

@@ -108,12 +108,13 @@ def reshard(net: nn.Module) -> None:
 
 
 def storages_of(net: nn.Module, optimizer: torch.optim.Optimizer) -> list[Storage]:
-    """The storages of all that is the model's and the optimizer's, padding included."""
+    """The storages of all that is the model's and the optimizer's on their device, padding included."""
     reshard(net)
     tensors = [*locals_of([*net.parameters(), *net.buffers()])]
     tensors += locals_of(each.grad for each in net.parameters() if each.grad is not None)
     tensors += locals_of(value for each in optimizer.state.values() for value in each.values())
-    return list({storage_of(each)._cdata: storage_of(each) for each in tensors}.values())
+    device = next(net.parameters()).device  # beside a GPU, an optimizer counts its steps in host memory
+    return list({storage_of(each)._cdata: storage_of(each) for each in tensors if each.device == device}.values())
 
 
 def check(device: str, config: str) -> None:

@@ -233,7 +233,9 @@ def test_a_megatron_actor_of_30_gib_leaves_the_device_and_trains_on_as_its_twin(
     twin, found = actor("31"), actor("31", "offload")
     assert found["nbytes"] >= 30 * GIB
     assert found["left"] == []
-    assert found["left_nbytes"] <= 256 * MIB
+    assert found["reserved_nbytes"] <= 64 * MIB
+    if "PYTEST_XDIST_WORKER" not in os.environ:  # others would take memory of the same device meanwhile
+        assert found["left_nbytes"] <= 256 * MIB
     assert found["host_nbytes"] <= 1.005 * found["nbytes"]
     assert found["losses"] == twin["losses"]
     assert len(set(found["losses"])) == 5

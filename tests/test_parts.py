@@ -75,6 +75,8 @@ class Pair(torch.Tensor):
 
 @pytest.fixture
 def ranks(device: str) -> Iterator[None]:
+    if device == "cuda":
+        torch.cuda.set_device(0)  # or a device mesh warns
     torch.distributed.init_process_group("nccl" if device == "cuda" else "gloo", store=torch.distributed.HashStore(), rank=0,
                                          world_size=1)  # fmt: skip
     yield

@@ -154,9 +154,9 @@ class Plan:
                 self._add_elsewhere(named, nbytes, f"its layout is {tensor.layout}: it has no single storage")
             elif devices.covers(device, storage.device):
                 self._add(storage, named)
-            elif not named.claim.host:
+            elif not named.claim.host and (nbytes := _nbytes(storage)):
                 where = "already in host memory" if storage.device.type == "cpu" else f"on {storage.device}"
-                self._add_elsewhere(named, storage.nbytes(), where)
+                self._add_elsewhere(named, nbytes, where)
         for strategy in strategies:
             for alias in strategy.aliases():
                 planned = self.storages.get(address_of(alias))
@@ -178,8 +178,7 @@ class Plan:
     def _add(self, storage: Storage, named: Named) -> None:
         planned = self.storages.get(storage._cdata)
         if planned is None:
-            entry = ledger.entry_of(storage)
-            nbytes = storage.nbytes() if entry is None else entry.nbytes
+            nbytes = _nbytes(storage)
             if nbytes == 0:
                 return
             planned = self.storages[storage._cdata] = Planned(storage, nbytes, [])
@@ -298,6 +297,12 @@ def _storage(named: Named) -> Storage | None:
     """The storage that the part's bytes are in; None where there is no single one."""
     tensor = named.part.tensor
     return storage_of(tensor) if attribute(tensor, "layout") is torch.strided else None
+
+
+def _nbytes(storage: Storage) -> int:
+    """Its size in bytes, also while it is offloaded."""
+    entry = ledger.entry_of(storage)
+    return storage.nbytes() if entry is None else entry.nbytes
 
 
 def _unsupported(tensor: torch.Tensor) -> str | None:
