@@ -21,6 +21,7 @@ hypothesis.settings.register_profile("ci", hypothesis.settings.get_profile("defa
 hypothesis.settings.load_profile("ci" if os.environ.get("CI") else "default")
 
 torch.set_num_threads(1)
+os.environ.setdefault("OMP_NUM_THREADS", "1")  # the scripts that tests start; beside other workers, more threads are slower
 signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell starts what runs in its background with SIGINT ignored
 gc.freeze()  # the checker looks at every object on the heap; those of the imports need not be among them
 

@@ -27,7 +27,6 @@ with warnings.catch_warnings():  # megatron-core warns about itself when it is i
     SHAPE = TransformerConfig(num_layers=1, hidden_size=WIDTH, num_attention_heads=1)
 
 MARKS = [  # of a test module that runs Megatron-core
-    pytest.mark.xdist_group("megatron"),
     pytest.mark.usefixtures("_megatron_rank"),
     pytest.mark.filterwarnings("ignore:`torch.distributed:FutureWarning"),  # of names that it uses
     pytest.mark.filterwarnings("ignore:The next bucket's parameter all-gather:UserWarning"),

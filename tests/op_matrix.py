@@ -35,6 +35,7 @@ except ImportError:
 from torch_offload import Offloader
 
 WIDTH = 256
+SHARES = 4  # processes beside each other on a GPU: after each crash one starts anew, which takes seconds
 
 
 class Everything(nn.Module):
@@ -193,7 +194,10 @@ def outcome(row: str, names: dict[str, Any], twin: dict[str, Any], device: str) 
     return ("right", "") if same(snapshot(names), snapshot(twin)) else ("wrong", "the module differs from its twin afterwards")
 
 
-def child(rows: list[str], device: str, sender: Any, worlds: tuple[dict[str, Any], dict[str, Any]] | None) -> None:
+Worlds = tuple[dict[str, Any], dict[str, Any]]  # one that is offloaded, and its twin
+
+
+def child(rows: list[str], device: str, sender: Any, worlds: Worlds | None) -> None:
     """Send the outcome of each row, with fresh worlds but for the first, until one of them kills the process."""
     os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
     os.dup2(1, 2)
@@ -206,31 +210,49 @@ def child(rows: list[str], device: str, sender: Any, worlds: tuple[dict[str, Any
         sender.send(found)
 
 
+def outcomes(start: str, rows: list[str], device: str, worlds: Worlds | None = None) -> dict[str, tuple[str, str]]:
+    """What came of the rows in one process, up to the row that killed it."""
+    context = multiprocessing.get_context(start)
+    receiver, sender = context.Pipe(duplex=False)
+    process = context.Process(target=child, args=(rows, device, sender, worlds))
+    process.start()
+    sender.close()
+    found: dict[str, tuple[str, str]] = {}
+    for row in rows:
+        try:
+            found[row] = receiver.recv()
+        except EOFError:
+            process.join()
+            return found | {row: ("crash", f"exit code {process.exitcode}")}
+    process.join()
+    return found
+
+
+def forked(rows: list[str], device: str) -> dict[str, tuple[str, str]]:
+    """Each row in a fork, which inherits the worlds. No GPU may be visible: a fork cannot use one."""
+    worlds = world(device), world(device)
+    return {row: found for each in rows for row, found in outcomes("fork", [each], device, worlds).items()}
+
+
+def spawned(rows: list[str], device: str) -> dict[str, tuple[str, str]]:
+    """The rows in a process that is replaced when one of them kills it."""
+    found: dict[str, tuple[str, str]] = {}
+    while rows[len(found) :]:
+        found |= outcomes("spawn", rows[len(found) :], device)
+    return found
+
+
 def main(device: str) -> None:
-    """On the CPU a fork for each row, which inherits the worlds (no GPU may be visible, a fork cannot use one); on a GPU
-    a new process only after a crash."""
     torch.set_num_threads(1)
     warnings.simplefilter("ignore")
-    forks = device == "cpu"
-    context = multiprocessing.get_context("fork" if forks else "spawn")
-    worlds = (world(device), world(device)) if forks else None
-    rows, outcomes = json.load(sys.stdin), {}
-    while rows:
-        batch = rows[:1] if forks else rows
-        receiver, sender = context.Pipe(duplex=False)
-        process = context.Process(target=child, args=(batch, device, sender, worlds))
-        process.start()
-        sender.close()
-        for row in batch:
-            rows = rows[1:]
-            try:
-                outcomes[row] = receiver.recv()
-            except EOFError:
-                process.join()
-                outcomes[row] = ("crash", f"exit code {process.exitcode}")
-                break
-        process.join()
-    json.dump(outcomes, sys.stdout)
+    rows = json.load(sys.stdin)
+    if device == "cpu":
+        found = forked(rows, device)
+    else:
+        with ThreadPoolExecutor(SHARES) as pool:
+            shares = pool.map(spawned, [rows[share::SHARES] for share in range(SHARES)], [device] * SHARES)
+            found = {row: outcome for share in shares for row, outcome in share.items()}
+    json.dump(found, sys.stdout)
 
 
 if __name__ == "__main__":
