@@ -32,7 +32,7 @@ from . import device as devices
 from .errors import HostMemoryError, gib
 
 PAGE = mmap.PAGESIZE
-_TOUCH = 64 * 2**20
+_TOUCH = 8 * 2**20  # bytes for one thread at a time: several of them share a block of small storages
 
 _buffers: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()
 _retired: collections.deque[tuple[int, Any]] = collections.deque()
