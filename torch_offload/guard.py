@@ -27,7 +27,7 @@ import torch
 from . import ledger, serving
 from .errors import OffloadedTensorError, UnsupportedTargetError
 from .ledger import Entry
-from .parts import is_foreign, is_whole, parts_of, rebuilt
+from .parts import PLAIN, is_foreign, is_whole, parts_of, rebuilt
 from .tensors import attribute, plainly, storage_of
 
 _TAG = "_torch_offload_guard"
@@ -49,7 +49,7 @@ class Guard:
 
     def __init__(self, tensor: torch.Tensor, name: str, entry: Entry, *, is_new: bool = False) -> None:
         is_parameter = isinstance(tensor, torch.nn.Parameter)
-        self._is_plain = type(tensor) in (torch.Tensor, torch.nn.Parameter) and tensor.layout is torch.strided
+        self._is_plain = type(tensor) in PLAIN and tensor.layout is torch.strided
         self.tensor: Callable[[], torch.Tensor | None] = (lambda: tensor) if is_parameter else weakref.ref(tensor)
         self.cls, self.name, self.entry, self.is_new = type(tensor), name, entry, is_new
         guarded = _guarded_class(self.cls, name)
@@ -148,6 +148,8 @@ def _guarded_class(base: type, name: str) -> type:
                 f"{name!r} is a {base.__name__}, a class that cannot be derived from ({error}), so nothing could stop its use "
                 "while offloaded. Nothing was touched; make its class derivable or hold the memory in a plain Parameter"
             ) from error
+        if base in PLAIN:
+            PLAIN.add(made)
         _bases[made] = base
         _classes[base] = made
     return _classes[base]

@@ -18,6 +18,7 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from .tensors import attribute, plainly
 from .walk import tensors_in
 
+PLAIN: set[type] = {torch.Tensor, torch.nn.Parameter}  # with nothing inside; and what guard.py makes of these
 Carried = Callable[[Any], Iterable[tuple[str, torch.Tensor]]]
 
 
@@ -72,8 +73,8 @@ def parts_of(tensor: torch.Tensor) -> list[Part]:
 
 
 def _parts_of(tensor: torch.Tensor, seen: set[int]) -> Iterator[Part]:
-    is_plain = type(tensor) in (torch.Tensor, torch.nn.Parameter)
-    layout = tensor.layout if is_plain else attribute(tensor, "layout")
+    is_plain = type(tensor) in PLAIN
+    layout = attribute(tensor, "layout")
     if layout in _ACCESSORS:
         for name in _ACCESSORS[layout]:
             yield Part(plainly(getattr(torch.Tensor, name), tensor), f".{name}", hidden=1)

@@ -76,10 +76,10 @@ class Prepared:
             entry.claims = list(move.claims)
             self._entries.append(entry)
             ledger.add(entry)
-            guard.guard(move.tensors, entry)
             for leaf, attribute, name in move.gradients:
                 if leaf.is_floating_point() or leaf.is_complex():
                     barriers.Barrier(leaf, attribute, name, entry)
+            guard.guard(move.tensors, entry)
         barriers.watch_steps()
 
     def _find_host_memory(self, components: Iterable[str]) -> None:

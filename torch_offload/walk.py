@@ -26,14 +26,17 @@ def tensors_in(thing: Any, skip: Collection[int], *, objects: bool) -> Iterator[
         if isinstance(found, torch.Tensor):
             if id(found) not in skip:
                 yield ".".join(path), found
-        elif id(found) not in seen:
+        elif type(found) not in _LEAVES and id(found) not in seen:
             seen.add(id(found))
             members = _members(found) or (_attributes(found) if objects else [])
             waiting += [((*path, name), value) for name, value in reversed(members)]
 
 
+_LEAVES = {int, float, bool, str, type(None)}  # most of what there is, and nothing in it
+
+
 def _members(thing: Any) -> list[tuple[str, Any]]:
-    if isinstance(thing, Mapping):
+    if isinstance(thing, (dict, Mapping)):
         return [(_label(index, key), value) for index, (key, value) in enumerate(thing.items())]
     if isinstance(thing, (list, tuple, deque, set, frozenset)):
         return [(str(index), value) for index, value in enumerate(thing)]
