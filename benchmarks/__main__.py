@@ -20,7 +20,7 @@ import torch
 
 import torch_offload
 
-from .measure import compare, link_limit, warm_host_pages
+from .measure import compare, device_nbytes, link_limit, warm_host_pages
 from .scenarios import APART, SCENARIOS, LeftOutError, one_rank
 from .table import table
 from .ways import empty_cache, free_pinned
@@ -42,13 +42,14 @@ def measured(name: str, device: torch.device, nbytes: int, way: str | None) -> d
     warm_host_pages(nbytes if way else 3 * nbytes)
     limit = link_limit(device)
     empty_cache(), free_pinned()  # or whoever is first would find what the limit was measured with
+    empty = device_nbytes()
     try:
         moved, ways = SCENARIOS[name](device, nbytes)
     except LeftOutError as reason:
         return {"left out": str(reason)}
     chosen = [(each, made) for each, made in ways if way in (None, each)]
     repeats = {"rounds": 1, "cycles": 2} if way else {}
-    return {"nbytes": moved, "limit_gb_per_s": limit, "ways": compare(chosen, moved, **repeats)}
+    return {"nbytes": moved, "limit_gb_per_s": limit, "ways": compare(chosen, moved, empty=empty, **repeats)}
 
 
 def apart(name: str, arguments: Sequence[str]) -> dict[str, Any]:

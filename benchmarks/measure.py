@@ -57,12 +57,15 @@ def device_nbytes() -> int:
     return torch.cuda.memory_reserved() if torch.cuda.is_available() else 0
 
 
-def compare(ways: Sequence[tuple[str, Way]], nbytes: int, *, rounds: int = 2, cycles: int = 3) -> dict[str, dict[str, Any]]:
+def compare(
+    ways: Sequence[tuple[str, Way]], nbytes: int, *, empty: int, rounds: int = 2, cycles: int = 3
+) -> dict[str, dict[str, Any]]:
     """Run every way in turn, in another order each round, each from nothing.
 
     Args:
         ways: each with its name.
         nbytes: what each moves.
+        empty: what `device_nbytes` was before any of it was made.
         rounds: how often each begins anew, for the first offload.
         cycles: later offloads and reloads in each round.
 
@@ -76,10 +79,10 @@ def compare(ways: Sequence[tuple[str, Way]], nbytes: int, *, rounds: int = 2, cy
     left: dict[str, list[int]] = {name: [] for name, _ in ways}
     for number in range(rounds):
         for name, way in ways if number % 2 == 0 else ways[::-1]:
-            before, reserved = resident_nbytes(), device_nbytes()
+            before = resident_nbytes()
             times[name]["first"].append(seconds(way.offload))
             host[name].append((resident_nbytes() - before) / nbytes)
-            left[name].append(device_nbytes() - (reserved - nbytes))
+            left[name].append(device_nbytes() - empty)
             seconds(way.reload)
             for _ in range(cycles):
                 times[name]["offload"].append(seconds(way.offload))

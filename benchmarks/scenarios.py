@@ -29,13 +29,12 @@ def reference(device: torch.device, nbytes: int) -> Ways:
 
 
 def flat_buffer(device: torch.device, nbytes: int) -> Ways:
-    """Megatron-core's wrapper: a buffer of parameters and one of gradients, in fp32, both kept."""
+    """Megatron-core's wrapper: a buffer of parameters and one of gradients, in fp32, both kept; 160 parameters."""
     from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
     from megatron.core.transformer import TransformerConfig
 
-    width = 1024
-    layers = max(1, nbytes // 8 // width**2)
-    module = nn.Sequential(*(nn.Linear(width, width, bias=False, device=device) for _ in range(layers)))
+    width = int((nbytes / 8 / 160) ** 0.5)
+    module = nn.Sequential(*(nn.Linear(width, width, bias=False, device=device) for _ in range(160)))
     with mock.patch.object(torch.cuda, "current_device", return_value=device):
         wrapper = DistributedDataParallel(
             TransformerConfig(num_layers=1, hidden_size=width, num_attention_heads=1),
