@@ -56,7 +56,8 @@ def build_policy(device: torch.device | str, *, hidden: int = 64, layers: int = 
         bos_token_id=None,
         eos_token_id=None,  # every sequence has the full length
     )
-    return LlamaForCausalLM(config).to(device).eval()  # eval: no dropout, gradients all the same
+    with torch.device(device):
+        return LlamaForCausalLM(config).eval()  # eval: no dropout, gradients all the same
 
 
 @phase("sync")
