@@ -41,7 +41,8 @@ def measured(name: str, device: torch.device, nbytes: int, way: str | None) -> d
     """What one scenario shows; of one way alone, if that is given."""
     warm_host_pages(nbytes if way else 3 * nbytes)
     limit = link_limit(device)
-    empty_cache(), free_pinned()  # or whoever is first would find what the limit was measured with
+    free_pinned()  # of the scenario before, and of the limit: or whoever is first would find it
+    empty_cache()
     empty = device_nbytes()
     try:
         moved, ways = SCENARIOS[name](device, nbytes)
