@@ -115,15 +115,14 @@ class Planned:
             if named.claim.component == "grads" and named.claim.of is not None and named.claim.name != "grad"
         ]
         first = self.claims[0].strategy
+        owners = {each: weakref.ref(ledger.state_of(each.target)) for each in {named.strategy for named in self.claims}}
         return Move(
             storage=self.storage,
             name=self.name,
             mirror=ledger.state_of(first.target).mirror_for(self.storage.device),
             tensors=tensors,
             gradients=gradients,
-            claims=[
-                (weakref.ref(ledger.state_of(named.strategy.target)), named.claim.component, named.key) for named in self.claims
-            ],
+            claims=[(owners[named.strategy], named.claim.component, named.key) for named in self.claims],
             component=self.claims[0].claim.component,
             discard=all(named.claim.discard for named in self.claims),
             read_only=all(named.strategy.read_only for named in self.claims),
@@ -194,11 +193,12 @@ class Plan:
         for entry in ledger.entries():
             for reference, component, key in entry.claims if entry.offloaded else ():
                 offloaded.setdefault((id(reference()), component, key), set()).add(entry.storage())
+        states = {each: ledger.state_of(each.target) for each in {named.strategy for named in self.claims}}
         for named in self.claims:
             component = named.claim.component
             if component == "grads" or component not in away[id(named.strategy)]:
                 continue
-            state = ledger.state_of(named.strategy.target)
+            state = states[named.strategy]
             storages = offloaded.get((id(state), component, named.key))
             if (storages and _storage(named) not in storages) or (component, named.key) in state.lost:
                 raise MirrorMismatchError(

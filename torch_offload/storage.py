@@ -184,9 +184,12 @@ class _Case:
     def _add_base(self, tensor: torch.Tensor) -> None:
         is_quiet = sys.getrefcount(attribute(tensor, "_base")) <= _UNREFERENCED  # before this function refers to it as well
         base = attribute(tensor, "_base")
-        if base is None or id(base) in self.known | self.quiet or address_of(base) != self.storage._cdata:
+        if base is None or self._has(base) or address_of(base) != self.storage._cdata:
             return
         (self.quiet if is_quiet else self.visible)[id(base)] = base
+
+    def _has(self, tensor: torch.Tensor) -> bool:
+        return id(tensor) in self.known or id(tensor) in self.quiet
 
     def unexplained(self) -> int | None:
         """Holders that nothing accounts for; None where this torch release keeps no count."""
@@ -226,7 +229,7 @@ class _Case:
                 self.owners |= {} if place is None else {id(found): place}
         for reference, place in past.visible:
             tensor = reference()
-            if tensor is None or id(tensor) in self.known | self.quiet or address_of(tensor) != self.storage._cdata:
+            if tensor is None or self._has(tensor) or address_of(tensor) != self.storage._cdata:
                 continue
             if place is not None and not place.has(tensor):
                 return False

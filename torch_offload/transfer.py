@@ -87,8 +87,8 @@ class Prepared:
         requests: dict[int, tuple[PinnedMirror, list[Need], list[Entry]]] = {}
         for move, entry in sorted(zip(self._moves, self._entries, strict=True), key=lambda pair: pair[0].component):
             found = ledger.home_of(move.storage) or move.mirror
-            for reference, _, _ in move.claims:
-                state = reference()
+            owners = {reference for reference, _, _ in move.claims}
+            for state in [reference() for reference in owners]:
                 if state is not None:
                     state.uses(found)
             for each in (move.mirror, found):
@@ -110,7 +110,7 @@ class Prepared:
         for move, entry, slot in pairs:
             if move.read_only and slot.is_of(move.storage) and slot.checksum == entry.checksum:
                 continue
-            slot.take_over(move.storage, move.name, move.component, (state for state, _, _ in move.claims))
+            slot.take_over(move.storage, move.name, move.component, {state for state, _, _ in move.claims})
             ledger.place(move.storage, slot)
             copy(slot.bytes(), byte_view(move.storage))
             self.copied_nbytes += entry.nbytes

@@ -26,20 +26,30 @@ def tensors_in(thing: Any, skip: Collection[int], *, objects: bool) -> Iterator[
         if isinstance(found, torch.Tensor):
             if id(found) not in skip:
                 yield ".".join(path), found
-        elif type(found) not in _LEAVES and id(found) not in seen:
+        elif id(found) not in seen:
             seen.add(id(found))
             members = _members(found) or (_attributes(found) if objects else [])
-            waiting += [((*path, name), value) for name, value in reversed(members)]
+            inside = [
+                (_label(index, key), value)
+                for index, (key, value) in enumerate(members)
+                if id(value) not in skip and not _is_bare(value)
+            ]
+            waiting += [((*path, label), value) for label, value in reversed(inside)]
 
 
-_LEAVES = {int, float, bool, str, type(None)}  # most of what there is, and nothing in it
+_BARE = {int, float, bool, str, type(None)}
 
 
-def _members(thing: Any) -> list[tuple[str, Any]]:
+def _is_bare(thing: Any) -> bool:
+    """Whether it is a number or a name, or a tuple of those: most of what there is, so told at once."""
+    return type(thing) in _BARE or (type(thing) is tuple and _BARE.issuperset(map(type, thing)))
+
+
+def _members(thing: Any) -> list[tuple[Any, Any]]:
     if isinstance(thing, (dict, Mapping)):
-        return [(_label(index, key), value) for index, (key, value) in enumerate(thing.items())]
+        return list(thing.items())
     if isinstance(thing, (list, tuple, deque, set, frozenset)):
-        return [(str(index), value) for index, value in enumerate(thing)]
+        return list(enumerate(thing))
     return []
 
 
