@@ -108,11 +108,12 @@ _BANDS = ("#d5dae1", "#c9ead2", "#f8ecc0", "#e7d8f2")
 
 
 def draw(timelines: Mapping[str, Mapping[str, Any]], path: Path) -> None:
-    """One panel for each timeline, under its title, with one scale of memory for all. Phases are bands; between them, moves."""
+    """One panel for each timeline, under its title, all on the same scales. Phases are bands; between them, moves."""
     require_matplotlib()
     from matplotlib.figure import Figure
     from matplotlib.patches import Patch
 
+    longest = max(each["seconds"][-1] for each in timelines.values())
     most = max(max(*each["device_nbytes"], *each["host_nbytes"]) for each in timelines.values())
     unit, size = ("GiB", 2**30) if most >= 2**30 else ("MiB", 2**20)
     names = dict.fromkeys(name for each in timelines.values() for name, _, _ in each["phases"])
@@ -127,7 +128,7 @@ def draw(timelines: Mapping[str, Mapping[str, Any]], path: Path) -> None:
             panel.plot(timeline["seconds"], values, color=color, linewidth=1.6, label=f"{label} memory")
             peak = f"{label}: at most {max(values):.1f} {unit}"
             panel.text(0.98, 0.97 - 0.07 * index, peak, color=color, ha="right", va="top", transform=panel.transAxes)
-        panel.set(title=title, xlabel="seconds", xlim=(timeline["seconds"][0], timeline["seconds"][-1]))
+        panel.set(title=title, xlabel="seconds", xlim=(0, longest))
     panels[0].set(ylabel=unit, ylim=(0, 1.25 * most / size))
     bands = [Patch(facecolor=color, label=name) for name, color in colors.items()]
     handles = [*panels[0].get_lines()[: len(_LINES)], *bands, Patch(facecolor="white", edgecolor="#bbbbbb", label="moves")]

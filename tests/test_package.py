@@ -193,6 +193,12 @@ def test_the_readme_has_its_two_commands() -> None:
         assert "-c constraints.txt" in command
 
 
+def test_what_the_readme_links_to_is_there() -> None:
+    links = re.findall(r"\]\((?!https?:)([^)#]+)\)", README)
+    assert links
+    assert [link for link in links if not (ROOT / link).exists()] == []
+
+
 def test_the_readme_names_every_module() -> None:
     for name in {name for name in all_modules() - {""} if not name.startswith("strategies.")}:
         assert f"`{name}" in README, name
