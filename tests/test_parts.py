@@ -32,7 +32,7 @@ from torch_offload import reload as reload_tensor
 from torch_offload.parts import parts_of
 from torch_offload.storage import is_exclusive
 from torch_offload.tensors import storage_of
-from torch_offload.testing import assert_round_trip, is_away
+from torch_offload.testing import InjectedError, Seam, assert_round_trip, failing, is_away
 from torch_offload.transition import reload_entries
 
 pytestmark = [
@@ -360,6 +360,18 @@ def test_an_interruption_between_two_parts_leaves_the_whole_loud(device: str) ->
         assert type(module.weight) is Pair
     assert struck > 100
     off.close()
+
+
+def test_a_retry_works_while_the_first_error_is_still_there(device: str) -> None:
+    """Its frames keep what was looked at then: other tensor objects inside of the same sparse gradient."""
+    module = sparse(device)
+    off = Offloader(module, device=device)
+    with failing(Seam.HOST_ALLOCATION, 1), pytest.raises(InjectedError) as first:
+        off.offload()
+    off.offload()
+    assert first.tb is not None
+    assert all(map(is_away, members(module)))
+    off.reload()
 
 
 def test_jagged_tensors(device: str) -> None:

@@ -25,7 +25,7 @@ from typing import Any
 import torch
 
 from .errors import SharedStorageError, gib, listed
-from .parts import Part, parts_of
+from .parts import PLAIN, Part, parts_of
 from .tensors import Storage, address_of, attribute, byte_view, gradient_of, plainly, storage_of
 
 # The verbs -------------------------------------------------------------------------------------------------------------
@@ -218,7 +218,7 @@ class _Case:
     def remembered(self) -> bool:
         """Take over what an earlier look found; whether that explains every holder."""
         past = _seen.get(self.storage._cdata)
-        if past is None or past.storage() is not self.storage or past.inside != self.inside:
+        if past is None or past.storage() is not self.storage or not _are_same(past.inside, self.inside):
             return False  # never the same inside of sparse tensors, which has no lasting object that could be asked
         for whole, place in past.wholes:
             found = whole()
@@ -300,6 +300,14 @@ class _Seen:
     inside: list[tuple[weakref.ref[torch.Tensor], int]]
 
 
+def _are_same(
+    one: Sequence[tuple[weakref.ref[torch.Tensor], int]], other: Sequence[tuple[weakref.ref[torch.Tensor], int]]
+) -> bool:
+    """Whether these are the same tensors, with as many references; weak references would compare values."""
+    pairs = zip(one, other, strict=False)
+    return len(one) == len(other) and all(mine is theirs and here == there for (mine, here), (theirs, there) in pairs)
+
+
 _seen: dict[int, _Seen] = {}
 
 
@@ -318,7 +326,7 @@ def _look(cases: Iterable[_Case]) -> None:
             if case is not None and id(thing) not in case.known:
                 case.visible[id(thing)] = thing
                 case.quiet.pop(id(thing), None)
-            if address == 0 or kind not in (torch.Tensor, torch.nn.Parameter):
+            if address == 0 or kind not in PLAIN:
                 with contextlib.suppress(Exception):  # of somebody's class
                     for part in parts_of(thing):
                         case = by_storage.get(address_of(part.tensor))
