@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from torch_offload import Claim, OffloadedTensorError, Offloader, PerParameterStrategy, Strategy, offloaded, storage
+from torch_offload import Claim, OffloadedTensorError, Offloader, PerParameterStrategy, Strategy, offloaded, serving, storage
 from torch_offload.tensors import storage_of
 from torch_offload.testing import is_away
 
@@ -19,6 +19,20 @@ def looks(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     look = storage._look
     monkeypatch.setattr(storage, "_look", lambda cases: (found.append(1), look(cases)))
     return found
+
+
+def test_hooks_are_set_before_a_class_could_be_asked(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = nn.Sequential(nn.Linear(3, 3, device=device), nn.Linear(3, 3, device=device))
+    model(torch.ones(1, 3, device=device)).sum().backward()
+    asked: list[object] = []
+    is_metadata = serving.is_metadata
+    monkeypatch.setattr(serving, "is_metadata", lambda func, args: (asked.append(func), is_metadata(func, args))[1])
+    off = Offloader(model, device=device)
+    off.offload()
+    assert asked == []
+    assert model[0].weight.is_leaf  # asks
+    assert len(asked) == 1
+    off.reload()
 
 
 def test_a_gradient_that_a_leaf_outside_has_too_is_left(device: str, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -71,7 +71,7 @@ class Prepared:
             raise
 
     def _guard(self) -> None:
-        for move in self._moves:
+        for move in self._moves:  # all hooks before any guard: torch would ask a guarded leaf's class for each
             entry = Entry(move.storage, move.name)
             entry.claims = list(move.claims)
             self._entries.append(entry)
@@ -79,6 +79,7 @@ class Prepared:
             for leaf, attribute, name in move.gradients:
                 if leaf.is_floating_point() or leaf.is_complex():
                     barriers.Barrier(leaf, attribute, name, entry)
+        for move, entry in zip(self._moves, self._entries, strict=True):
             guard.guard(move.tensors, entry)
         barriers.watch_steps()
 
@@ -87,8 +88,8 @@ class Prepared:
         requests: dict[int, tuple[PinnedMirror, list[Need], list[Entry]]] = {}
         for move, entry in sorted(zip(self._moves, self._entries, strict=True), key=lambda pair: pair[0].component):
             found = ledger.home_of(move.storage) or move.mirror
-            owners = {reference for reference, _, _ in move.claims}
-            for state in [reference() for reference in owners]:
+            for reference in _owners(move):
+                state = reference()
                 if state is not None:
                     state.uses(found)
             for each in (move.mirror, found):
@@ -110,7 +111,7 @@ class Prepared:
         for move, entry, slot in pairs:
             if move.read_only and slot.is_of(move.storage) and slot.checksum == entry.checksum:
                 continue
-            slot.take_over(move.storage, move.name, move.component, {state for state, _, _ in move.claims})
+            slot.take_over(move.storage, move.name, move.component, _owners(move))
             ledger.place(move.storage, slot)
             copy(slot.bytes(), byte_view(move.storage))
             self.copied_nbytes += entry.nbytes
@@ -138,6 +139,11 @@ class Prepared:
         """Leave every storage as it was, and the host memory idle."""
         for entry in self._entries:
             _dismiss(entry)
+
+
+def _owners(move: Move) -> list[weakref.ref[ledger.TargetState]]:
+    """Whose claims are on it, each once."""
+    return list({id(reference): reference for reference, _, _ in move.claims}.values())
 
 
 def copy_then_free(moves: Sequence[Move], *, verify: bool = True) -> None:
