@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+from collections.abc import Callable
 
 import hypothesis.strategies as st
 import pytest
@@ -221,25 +222,65 @@ def test_a_snapshot_that_fails_changes_nothing(device: str, seam: Seam, away: bo
     off.close()
 
 
-def test_a_snapshot_that_went_bad_is_noticed_at_the_reload(device: str) -> None:
-    model = nn.Linear(3, 3, device=device)
+def two_views(device: str) -> nn.Module:
+    base = torch.zeros(8, device=device)
+    return nn.ParameterList([nn.Parameter(base[:4]), nn.Parameter(base[4:])])
+
+
+GEOMETRIES: dict[str, Callable[[str], nn.Module]] = {
+    "contiguous": lambda device: nn.Linear(3, 3, bias=False, device=device),
+    "channels last": lambda device: nn.Conv2d(3, 3, 2, bias=False, device=device).to(memory_format=torch.channels_last),
+    "two views": two_views,
+}
+
+
+@pytest.mark.parametrize("away", [False, True])
+@pytest.mark.parametrize("which", GEOMETRIES)
+def test_a_snapshot_that_went_bad_is_noticed(device: str, which: str, away: bool) -> None:
+    model = GEOMETRIES[which](device)
     kept, another = snapshot(model, device=device), snapshot(model, device=device)
+    wanted = contents(list(model.parameters()))
+    scramble(list(model.parameters()))
+    scrambled = contents(list(model.parameters()))
     kept._copies[0].slot.bytes()[:1] += 1
     off = Offloader(model, device=device)
-    off.offload()
-    kept.copy_to(model, device=device)
-    with pytest.raises(IntegrityError, match=r"'Linear\.weight'"):
-        off.reload()
-    another.copy_to(model, device=device)
+    if away:
+        off.offload()
+    with pytest.raises(IntegrityError, match=r"'(weight|0)'.*snapshot"):
+        kept.copy_to(model, device=device)
     off.reload()
+    if away or which != "contiguous":  # that is compared after it has arrived
+        assert all(map(torch.equal, contents(list(model.parameters())), scrambled))
+    another.copy_to(model, device=device)
+    assert all(map(torch.equal, contents(list(model.parameters())), wanted))
     off.close()
 
 
-def test_a_graph_over_a_whole_raises_too(device: str) -> None:
-    """Its version is another than that of the tensor with the memory."""
-    with_memory = torch.ones(3, device=device)
+def test_a_mirror_that_could_not_be_written_can_be_reloaded(device: str) -> None:
+    model = nn.Linear(3, 3, bias=False, device=device)
+    kept = snapshot(model, device=device)
+    scramble([model.weight])
+    off = Offloader(model, device=device)
+    off.offload()
+    with testing.failing(Seam.COPY, 1), pytest.raises(testing.InjectedError):
+        kept.copy_to(model, device=device)
+    off.reload()
+    assert bool((byte_view(storage_of(model.weight)) == 171).all())
+    off.close()
+
+
+def test_versions_are_moved(device: str) -> None:
+    """That of a whole is another than that of the tensors with the memory, of which it has two here."""
     module = nn.Module()
-    module.weight = nn.Parameter(Pair(with_memory, torch.ones(3, device=device)), requires_grad=False)
-    version = module.weight._version
-    snapshot(module, device=device).copy_to(module, device=device)
-    assert module.weight._version > version
+    module.plain = nn.Parameter(torch.ones(3, device=device))
+    module.whole = nn.Parameter(Pair(torch.ones(3, device=device), torch.ones(3, device=device)), requires_grad=False)
+    kept, off = snapshot(module, device=device), Offloader(module, device=device)
+    inside = module.whole.one
+    for away in (False, True):
+        before = [each._version for each in (module.plain, module.whole, inside)]
+        if away:
+            off.offload()
+        kept.copy_to(module, device=device)
+        off.reload()
+        moved = [each._version - was for each, was in zip((module.plain, module.whole, inside), before, strict=True)]
+        assert moved == [1, 1 if away else 2, 1]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
 import gc
 import logging
 import sys
@@ -457,6 +458,26 @@ def test_a_weight_with_two_owners_has_one_place(device: str) -> None:
     assert second.residency["params"] is Residency.LEFT
     second.reload()
     assert second.residency["params"] is Residency.RESIDENT
+
+
+def test_strategies_that_compare_equal_are_two(device: str) -> None:
+    @dataclasses.dataclass
+    class ByKind(PerParameterStrategy):
+        kind: str
+
+        def __init__(self, module: nn.Module, name: str) -> None:
+            super().__init__(module, name=name)
+            self.kind = "linear"
+
+    one, other = nn.Linear(4, 4, device=device), nn.Linear(4, 4, device=device)
+    other.weight = one.weight
+    first, second = ByKind(one, "one"), ByKind(other, "other")
+    assert first == second
+    off = Offloader(first, second, device=device)
+    off.offload()
+    owners = {entry.name: [reference() for reference, _, _ in entry.claims] for entry in ledger.entries()}
+    assert owners["one.weight"] == [ledger.state_of(one), ledger.state_of(other)]
+    off.reload()
 
 
 def test_removed_parameters_are_no_fault(device: str) -> None:

@@ -11,13 +11,7 @@ from . import checksum, device, ledger, transfer
 from .errors import IntegrityError, TransitionError, listed
 from .ledger import Entry
 from .mirror import Slot
-from .tensors import Storage, byte_view
-
-
-def nbytes_of(found: Storage) -> int:
-    """The storage's size in bytes when it is resident."""
-    entry = ledger.entry_of(found)
-    return found.nbytes() if entry is None else entry.nbytes
+from .tensors import Storage, byte_view, plainly
 
 
 def copy_out(pairs: Sequence[tuple[Storage, Slot]], *, verify: bool) -> list[int | None]:
@@ -56,7 +50,7 @@ class Incoming:
         slot: where they are.
         checksum: of them; None if unknown.
         tensors: those on the storage that are meant, with the same geometry on both sides; what else lies there stays.
-        around: the tensors whose versions change, so that a graph that saved one raises.
+        changed: those whose versions change, so that a graph that saved one raises.
     """
 
     name: str
@@ -64,11 +58,11 @@ class Incoming:
     slot: Slot
     checksum: int | None
     tensors: Sequence[torch.Tensor]
-    around: Sequence[torch.Tensor]
+    changed: Sequence[torch.Tensor]
 
     @property
-    def is_whole(self) -> bool:
-        """Whether one of the tensors takes every byte."""
+    def takes_all(self) -> bool:
+        """Whether every byte is meant, as a contiguous tensor shows; what several views make up is not put together."""
         nbytes = self.slot.nbytes
         return any(each.is_contiguous() and each.numel() * each.element_size() == nbytes for each in self.tensors)
 
@@ -76,15 +70,20 @@ class Incoming:
 def copy_in(incoming: Sequence[Incoming], *, verify: bool) -> None:
     """Copy host memory into storages, or into their mirrors where they are offloaded; wait, and compare the checksums.
 
-    What goes into a mirror is compared when it is reloaded.
+    Where every byte goes onto a device they are compared there, afterwards; all others in host memory, before anything is
+    written.
 
     Raises:
         TransitionError: a storage's bytes were discarded. Nothing was written.
-        IntegrityError: with the names of what arrived on a device as something else.
+        IntegrityError: the host memory has other bytes than were put there, and nothing was written; or what arrived on a
+            device is something else.
     """
     entries = [ledger.entry_of(each.storage) for each in incoming]
     if gone := [entry.name for entry in entries if entry is not None and entry.offloaded and entry.slot is None]:
         raise TransitionError(f"{listed(gone)} was discarded and comes back as zeros: call reload() before copying into it")
+    summed = [(each, entry) for each, entry in zip(incoming, entries, strict=True) if verify and each.checksum is not None]
+    arriving = [each for each, entry in summed if entry is None and each.takes_all]
+    _check_kept([each for each, entry in summed if entry is not None or not each.takes_all])
     devices = [each.storage.device for each in incoming]
     device.synchronize(devices)
     with torch.no_grad():
@@ -93,33 +92,40 @@ def copy_in(incoming: Sequence[Incoming], *, verify: bool) -> None:
                 _into_mirror(each, entry, entry.slot)
             else:
                 _copy_bytes(each, each.storage)
-                torch.autograd.graph.increment_version([one for one in each.around if not one.is_inference()])
+                versioned = [one for one in each.changed if not plainly(torch.Tensor.is_inference, one)]
+                torch.autograd.graph.increment_version(versioned)
     device.synchronize(devices)
-    whole = [each for each, entry in zip(incoming, entries, strict=True) if entry is None and each.is_whole]
-    known = [each for each in whole if each.checksum is not None] if verify else []
-    sums = transfer.checksums_of([each.storage for each in known])
-    if wrong := [each.name for each, value in zip(known, sums, strict=True) if value != each.checksum]:
+    sums = transfer.checksums_of([each.storage for each in arriving])
+    if wrong := [each.name for each, value in zip(arriving, sums, strict=True) if value != each.checksum]:
         raise IntegrityError(
             f"the bytes that arrived are not those of the snapshot: {listed(wrong)}. Call copy_to() again in case the copy was "
             "at fault; if it fails again the snapshot's host memory is"
         )
 
 
+def _check_kept(incoming: Sequence[Incoming]) -> None:
+    sums = checksum.checksums([each.slot.bytes() for each in incoming])
+    if wrong := [each.name for each, value in zip(incoming, sums, strict=True) if value != each.checksum]:
+        raise IntegrityError(
+            f"the snapshot has other bytes than were copied into it: {listed(wrong)}. Nothing was written. The host memory is "
+            "at fault; use another snapshot"
+        )
+
+
 def _into_mirror(incoming: Incoming, entry: Entry, slot: Slot) -> None:
-    """The mirror's checksum is the snapshot's own where that is known: bytes that went bad are noticed at the reload."""
-    is_known = incoming.is_whole and incoming.checksum is not None
+    """Whatever comes of it, the mirror's checksum is that of what it has."""
     try:
         _copy_bytes(incoming, slot.bytes().untyped_storage())
     finally:
         if entry.checksum is not None:
-            entry.checksum = incoming.checksum if is_known else checksum.checksums([slot.bytes()])[0]
+            (entry.checksum,) = checksum.checksums([slot.bytes()])
         entry.written()
 
 
 def _copy_bytes(incoming: Incoming, into: Storage) -> None:
     """Copy all bytes, or those of the tensors that are meant."""
     there, here = byte_view(into), incoming.slot.bytes()
-    if incoming.is_whole:
+    if incoming.takes_all:
         transfer.copy(there, here)
         return
     for tensor in incoming.tensors:

@@ -219,6 +219,12 @@ def entry_of(storage: Storage) -> Entry | None:
     return entry if entry is not None and entry.storage() is storage else None
 
 
+def nbytes_of(storage: Storage) -> int:
+    """The storage's size in bytes when it is resident."""
+    entry = entry_of(storage)
+    return storage.nbytes() if entry is None else entry.nbytes
+
+
 def is_offloaded(storage: Storage) -> bool:
     """Whether the mirror, not the device, holds the storage's bytes."""
     entry = entry_of(storage)

@@ -115,14 +115,15 @@ class Planned:
             if named.claim.component == "grads" and named.claim.of is not None and named.claim.name != "grad"
         ]
         first = self.claims[0].strategy
-        owners = {each: weakref.ref(ledger.state_of(each.target)) for each in {named.strategy for named in self.claims}}
+        strategies = {id(named.strategy): named.strategy for named in self.claims}
+        owners = {key: weakref.ref(ledger.state_of(each.target)) for key, each in strategies.items()}
         return Move(
             storage=self.storage,
             name=self.name,
             mirror=ledger.state_of(first.target).mirror_for(self.storage.device),
             tensors=tensors,
             gradients=gradients,
-            claims=[(owners[named.strategy], named.claim.component, named.key) for named in self.claims],
+            claims=[(owners[id(named.strategy)], named.claim.component, named.key) for named in self.claims],
             component=self.claims[0].claim.component,
             discard=all(named.claim.discard for named in self.claims),
             read_only=all(named.strategy.read_only for named in self.claims),
@@ -153,7 +154,7 @@ class Plan:
                 self._add_elsewhere(named, nbytes, f"its layout is {tensor.layout}: it has no single storage")
             elif devices.covers(device, storage.device):
                 self._add(storage, named)
-            elif not named.claim.host and (nbytes := _nbytes(storage)):
+            elif not named.claim.host and (nbytes := ledger.nbytes_of(storage)):
                 where = "already in host memory" if storage.device.type == "cpu" else f"on {storage.device}"
                 self._add_elsewhere(named, nbytes, where)
         for strategy in strategies:
@@ -177,7 +178,7 @@ class Plan:
     def _add(self, storage: Storage, named: Named) -> None:
         planned = self.storages.get(storage._cdata)
         if planned is None:
-            nbytes = _nbytes(storage)
+            nbytes = ledger.nbytes_of(storage)
             if nbytes == 0:
                 return
             planned = self.storages[storage._cdata] = Planned(storage, nbytes, [])
@@ -193,12 +194,13 @@ class Plan:
         for entry in ledger.entries():
             for reference, component, key in entry.claims if entry.offloaded else ():
                 offloaded.setdefault((id(reference()), component, key), set()).add(entry.storage())
-        states = {each: ledger.state_of(each.target) for each in {named.strategy for named in self.claims}}
+        strategies = {id(named.strategy): named.strategy for named in self.claims}
+        states = {key: ledger.state_of(each.target) for key, each in strategies.items()}
         for named in self.claims:
             component = named.claim.component
             if component == "grads" or component not in away[id(named.strategy)]:
                 continue
-            state = states[named.strategy]
+            state = states[id(named.strategy)]
             storages = offloaded.get((id(state), component, named.key))
             if (storages and _storage(named) not in storages) or (component, named.key) in state.lost:
                 raise MirrorMismatchError(
@@ -297,12 +299,6 @@ def _storage(named: Named) -> Storage | None:
     """The storage that the part's bytes are in; None where there is no single one."""
     tensor = named.part.tensor
     return storage_of(tensor) if attribute(tensor, "layout") is torch.strided else None
-
-
-def _nbytes(storage: Storage) -> int:
-    """Its size in bytes, also while it is offloaded."""
-    entry = ledger.entry_of(storage)
-    return storage.nbytes() if entry is None else entry.nbytes
 
 
 def _unsupported(tensor: torch.Tensor) -> str | None:

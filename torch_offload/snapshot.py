@@ -35,9 +35,9 @@ class _Copy:
 
     def incoming(self, claimed: Sequence[_Claimed]) -> copies.Incoming:
         """What is to be copied into these tensors, which are all on one storage."""
-        around = [each for one in claimed for each in one.around]
+        changed = {id(each): each for one in claimed for each in one.tensors}
         tensors = [one.tensor for one in claimed]
-        return copies.Incoming(self.names[0][2], claimed[0].storage, self.slot, self.checksum, tensors, around)
+        return copies.Incoming(self.names[0][2], claimed[0].storage, self.slot, self.checksum, tensors, list(changed.values()))
 
 
 class Snapshot:
@@ -53,12 +53,12 @@ class Snapshot:
         self._known = {name: each.geometry for name, each in claimed.items()}
         names: dict[int, list[Name]] = {}
         for name, each in claimed.items():
-            if copies.nbytes_of(each.storage):
+            if ledger.nbytes_of(each.storage):
                 names.setdefault(each.storage._cdata, []).append(name)
         storages = [claimed[every[0]].storage for every in names.values()]
-        self.nbytes = sum(map(copies.nbytes_of, storages))
+        self.nbytes = sum(map(ledger.nbytes_of, storages))
         self._mirror = PinnedMirror(next(iter(devices.accelerators(each.device for each in storages)), torch.device("cpu")))
-        needs = [Need(each, copies.nbytes_of(each), ".".join(map(str, names[each._cdata][0]))) for each in storages]
+        needs = [Need(each, ledger.nbytes_of(each), ".".join(map(str, names[each._cdata][0]))) for each in storages]
         ((slots),) = mirror.take([(self._mirror, needs)])
         sums = copies.copy_out(list(zip(storages, slots, strict=True)), verify=scope.verify)
         self._copies = [_Copy(names[each._cdata], slot, value) for each, slot, value in zip(storages, slots, sums, strict=True)]
@@ -71,15 +71,15 @@ class Snapshot:
     def copy_to(self, *targets: Any, device: torch.device | str | None = None, **policy: Any) -> None:
         """Copy everything into targets like those it was made of: onto the device, or into mirrors where they are offloaded.
 
-        Synchronises the devices; the bytes on a device are compared with the checksums. In-place, as `copy_` is: tensors stay
-        what they are, and a graph built before raises in its backward.
+        Synchronises the devices; the bytes are compared with the checksums, on their device where all of a storage goes there.
+        In-place, as `copy_` is: tensors stay what they are, and a graph built before raises in its backward.
 
         Args:
             targets, device, policy: as for `Offloader`, in the order in which the snapshot was made.
 
         Raises:
             MirrorMismatchError: a name is missing, or its shape, dtype or layout differs. Nothing was written.
-            IntegrityError: what arrived is not what was kept. The snapshot is whole; call it again.
+            IntegrityError: the snapshot's memory went bad, and nothing was written; or something else arrived than was kept.
             TransitionError: as `Offloader.offload`; or the snapshot was closed.
         """
         if not self._copies and self.nbytes:
@@ -156,10 +156,10 @@ def snapshot(
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class _Claimed:
-    """A tensor with memory, as it is now, and it and those around it."""
+    """A tensor with memory, as it is now; it, those around it and the whole."""
 
     tensor: torch.Tensor
-    around: Sequence[torch.Tensor]
+    tensors: Sequence[torch.Tensor]
     storage: Storage
     geometry: Geometry
 
@@ -182,8 +182,8 @@ def _claimed(scope: Scope, components: frozenset[str]) -> dict[Name, _Claimed]:
             name = (positions[id(named.strategy)], named.claim.component, _below(named))
             seen[name] += 1
             number = "" if seen[name] == 1 else f" ({seen[name]})"
-            around = (tensor, *named.part.around, named.claim.tensor)
-            found[name[0], name[1], name[2] + number] = _Claimed(tensor, around, storage, _geometry(tensor, storage))
+            every = (tensor, *named.part.around, named.claim.tensor)
+            found[name[0], name[1], name[2] + number] = _Claimed(tensor, every, storage, _geometry(tensor, storage))
     return found
 
 
@@ -195,7 +195,7 @@ def _geometry(tensor: torch.Tensor, storage: Storage) -> Geometry:
     size, stride, offset = (
         plainly(each, tensor) for each in (torch.Tensor.size, torch.Tensor.stride, torch.Tensor.storage_offset)
     )
-    return attribute(tensor, "dtype"), tuple(size), tuple(stride), offset, copies.nbytes_of(storage)
+    return attribute(tensor, "dtype"), tuple(size), tuple(stride), offset, ledger.nbytes_of(storage)
 
 
 def _described(geometry: Geometry) -> str:
