@@ -122,8 +122,8 @@ class Strategy(abc.ABC):
         collectives on the CPU. Called before anything is touched."""
 
     def scratch(self) -> Iterable[Callable[[], object]]:
-        """What drops caches on the device that belong to the target's libraries and are built again when needed. Called once
-        for each offload, before anything else is touched, each callable once."""
+        """What drops caches on the device that belong to the target's libraries and are built again when needed. Each is called
+        once for each offload, after `wait` and before claims are asked for."""
         return ()
 
     def check(self, components: frozenset[str]) -> None:  # noqa: B027
