@@ -17,6 +17,7 @@ from torch_offload import (
     PageableMirrorWarning,
     Residency,
     Strategy,
+    checksum,
     ledger,
     offloaded,
     testing,
@@ -118,6 +119,27 @@ def test_out_of_device_memory_says_what_is_missing(device: str, trainer) -> None
     ):
         off.reload()
     off.reload()
+
+
+@pytest.mark.parametrize(
+    ("error", "wanted", "words"),
+    [
+        (torch.OutOfMemoryError("CUDA out of memory"), DeviceMemoryError, "no device memory for the few MiB.*verify=False"),
+        (RuntimeError("a kernel failed"), RuntimeError, "^a kernel failed$"),
+    ],
+)
+def test_checksums_without_room_are_told_from_other_errors(
+    device: str, trainer, monkeypatch: pytest.MonkeyPatch, error: Exception, wanted: type[Exception], words: str
+) -> None:
+    def fails(_tensors: object) -> list[int]:
+        raise error
+
+    portraits = portraits_of(*trainer)
+    with monkeypatch.context() as patch, pytest.raises(wanted, match=words):
+        patch.setattr(checksum, "checksums", fails)
+        Offloader(*trainer, device=device).offload()
+    for portrait in portraits:
+        portrait.check()
 
 
 def test_a_fault_in_the_body_and_one_in_the_reload_are_both_seen(device: str, trainer) -> None:

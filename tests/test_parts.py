@@ -14,6 +14,7 @@ from typing import Any
 import numpy
 import pytest
 import torch
+from test_gradients import looks
 from test_interrupts import cut, interrupted
 from torch import nn
 
@@ -282,6 +283,29 @@ def test_a_whole_that_a_module_outside_uses_is_left(device: str) -> None:
         outside.weight + 1
     with pytest.raises(SharedStorageError, match=r"used outside the targets: 'Module\.weight'"):
         Offloader(module, shared="raise", device=device).offload()
+
+
+def test_wholes_that_were_found_are_remembered_while_they_are_where_they_were(
+    device: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    module, outside = pair(device), nn.Module()
+    outside.weight = nn.Parameter(module.weight.detach(), requires_grad=False)
+    off, seen = Offloader(module, device=device), looks(monkeypatch)
+    for _ in range(2):
+        assert {row.reason.split(":")[0] for row in off.offload().left} == {"in use"}
+        off.reload()
+    assert len(seen) == 1
+    kept = outside.weight
+    del outside.weight  # nobody's now
+    for _ in range(2):
+        assert not off.offload().left
+        assert is_away(kept)
+        off.reload()
+    assert len(seen) == 2
+    del kept
+    assert not off.offload().left
+    assert len(seen) == 3
+    off.close()
 
 
 def test_what_is_in_the_middle_raises_too(device: str) -> None:
