@@ -135,9 +135,11 @@ def test_checksums_without_room_are_told_from_other_errors(
         raise error
 
     portraits = portraits_of(*trainer)
-    with monkeypatch.context() as patch, pytest.raises(wanted, match=words):
+    off = Offloader(*trainer, device=device)
+    with monkeypatch.context() as patch:
         patch.setattr(checksum, "checksums", fails)
-        Offloader(*trainer, device=device).offload()
+        with pytest.raises(wanted, match=words):
+            off.offload()
     for portrait in portraits:
         portrait.check()
 

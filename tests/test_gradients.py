@@ -21,6 +21,23 @@ def looks(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     return found
 
 
+@pytest.mark.parametrize("build_first", [False, True])
+def test_a_backward_between_prepare_and_commit_is_refused(device: str, build_first: bool) -> None:
+    model, x = nn.Linear(3, 3, bias=False, device=device), torch.ones(1, 3, device=device)
+    model(x).sum().backward()
+    loss = model(x).sum() if build_first else None
+    off = Offloader(model, shared="free", device=device)
+    for finish in ("abandon", "commit"):
+        prepared = off.prepare("grads")
+        with pytest.raises(OffloadedTensorError, match=r"accumulate into 'Linear\.weight\.grad', which a prepared"):
+            (model(x).sum() if loss is None else loss).backward(retain_graph=True)
+        getattr(prepared, finish)()
+    off.reload()
+    assert model.weight.grad.eq(1).all()
+    (model(x).sum() if loss is None else loss).backward()
+    assert model.weight.grad.eq(2).all()
+
+
 def test_hooks_are_set_before_a_class_could_be_asked(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
     model = nn.Sequential(nn.Linear(3, 3, device=device), nn.Linear(3, 3, device=device))
     model(torch.ones(1, 3, device=device)).sum().backward()

@@ -46,7 +46,7 @@ class Barrier:
         return any(ledger.entry_of(storage_of(part.tensor)) is self._entry for part in parts)
 
     def _refuse(self, _incoming: torch.Tensor) -> None:
-        if self._entry.offloaded and self.is_needed():
+        if self._entry.holds_tensors() and self.is_needed():
             raise refusal("backward() would accumulate into", self._name, self._entry)
 
     def remove(self) -> None:
