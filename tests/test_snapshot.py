@@ -15,8 +15,10 @@ from torch import nn
 from torch_offload import (
     IntegrityError,
     MirrorMismatchError,
+    OffloadedTensorError,
     Offloader,
     OptimizerStrategy,
+    PerParameterStrategy,
     TransitionError,
     offloaded,
     snapshot,
@@ -113,6 +115,41 @@ def test_an_optimizer_with_its_host_tensors(device: str) -> None:
     assert all(torch.equal(each.cpu(), value) for each, value in zip(model.parameters(), wanted, strict=True))
 
 
+@pytest.mark.parametrize("names", [("actor", "critic"), (None, None)])
+def test_models_with_equal_names_keep_their_own_state_in_one_optimizer(
+    device: str, names: tuple[str | None, str | None]
+) -> None:
+    models = [nn.Linear(2, 1, bias=False, device=device) for _ in range(2)]
+    actor, critic = models
+
+    def warmed(*order: tuple[nn.Module, float]) -> torch.optim.Optimizer:
+        optimizer = torch.optim.Adam([each.weight for each in models])
+        for model, scale in order:
+            (scale * model(torch.ones(1, 2, device=device))).sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        return optimizer
+
+    def state(optimizer: torch.optim.Optimizer) -> list[list[list[float]]]:
+        return [optimizer.state[each.weight]["exp_avg"].tolist() for each in models]
+
+    def targets(optimizer: torch.optim.Optimizer) -> list[object]:
+        return [*(PerParameterStrategy(each, name=name) for each, name in zip(models, names, strict=True)), optimizer]
+
+    first = warmed((critic, 100.0), (actor, 1.0))
+    wanted = state(first)
+    kept = snapshot(*targets(first), device=device)
+    other = warmed((actor, 1.0), (critic, 1.0))
+    assert state(other) != wanted
+    kept.copy_to(*targets(other), device=device)
+    assert state(other) == wanted
+    if names[0]:
+        with offloaded(*targets(other), device=device):
+            for model, name in zip(models, names, strict=True):
+                with pytest.raises(OffloadedTensorError, match=rf"'Adam\.{name}\.weight\.exp_avg'"):
+                    other.state[model.weight]["exp_avg"] + 1
+
+
 def test_what_does_not_fit_is_named_and_nothing_written(device: str) -> None:
     model = nn.Linear(4, 4, device=device)
     optimizer = torch.optim.AdamW(model.parameters())
@@ -136,6 +173,13 @@ def test_what_does_not_fit_is_named_and_nothing_written(device: str) -> None:
     apart = nn.ParameterList([nn.Parameter(torch.ones(4, 4, device=device)) for _ in range(2)])
     with pytest.raises(MirrorMismatchError, match=r"'0', '1' shared memory when"):
         snapshot(tied, device=device).copy_to(apart, device=device)
+    for away in (False, True):
+        off = Offloader(tied, device=device)
+        if away:
+            off.offload()
+        with pytest.raises(MirrorMismatchError, match=r"'0', '1' share memory in the target"):
+            snapshot(apart, device=device).copy_to(tied, device=device)
+        off.reload()
     with pytest.raises(ValueError, match=r"no target has a component 'optimizer'"):
         snapshot(model, components=["optimizer"], device=device)
     assert all(map(torch.equal, model.parameters(), wanted))

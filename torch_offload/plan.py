@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import collections
 import dataclasses
 import sys
 import weakref
@@ -265,11 +266,13 @@ def _may_go(shared: str, holding: Holding) -> bool:
 def _named(strategies: Iterable[Strategy]) -> Iterator[Named]:
     """Claims with full names: a state is named after its parameter, whichever target that is claimed by."""
     claims = [(strategy, claim) for strategy in strategies for claim in _claims(strategy)]
-    names = {id(claim.tensor): claim.name for _, claim in reversed(claims) if claim.of is None}
+    owners = {id(claim.tensor): (strategy, claim.name) for strategy, claim in reversed(claims) if claim.of is None}
+    alike = collections.Counter(name for _, name in owners.values())
     for strategy, claim in claims:
         parts = [strategy.name, claim.name]
         if claim.of is not None or claim.of_name:
-            parts.insert(1, names.get(id(claim.of), claim.of_name or "unnamed"))
+            owner, name = owners.get(id(claim.of), (strategy, claim.of_name or "unnamed"))
+            parts.insert(1, name if owner is strategy or alike[name] == 1 else f"{owner.name}.{name}")
         if claim.component not in strategy.components:
             raise UnsupportedTargetError(
                 f"{type(strategy).__name__} claims {'.'.join(parts)!r} for the component {claim.component!r}, which is not in "

@@ -20,7 +20,8 @@ from .strategies import strategies_for
 from .tensors import Storage, attribute, plainly, storage_of
 from .transition import start
 
-Name = tuple[int, str, str]  # the target's position, the component, the name below the target
+# The target's position, the component, the name below the target, and the position of the target whose parameter it belongs to
+Name = tuple[int, str, str, int]
 _REPAIR = "Nothing was written. Copy it to a target of the structure it was made of, or make another snapshot"
 Geometry = tuple[torch.dtype, tuple[int, ...], tuple[int, ...], int, int]  # dtype, shape, stride, offset, bytes of the storage
 
@@ -113,7 +114,15 @@ class Snapshot:
                     f"{name[2]!r} was {_described(geometry)} when the snapshot was made, and in the target it is "
                     f"{_described(now)}. {_REPAIR}"
                 )
+        landing: dict[int, Name] = {}
         for copy in self._copies:
+            first = copy.names[0]
+            other = landing.setdefault(claimed[first].storage._cdata, first)
+            if other is not first:
+                raise MirrorMismatchError(
+                    f"{listed([other[2], first[2]])} share memory in the target, and did not when the snapshot was made. "
+                    f"{_REPAIR}"
+                )
             if len({claimed[name].storage._cdata for name in copy.names}) > 1:
                 raise MirrorMismatchError(
                     f"{listed(name[2] for name in copy.names)} shared memory when the snapshot was made, and do not in the "
@@ -171,19 +180,22 @@ def _claimed(scope: Scope, components: frozenset[str]) -> dict[Name, _Claimed]:
     for strategy in alive:
         strategy.wait()
     positions = {id(strategy): index for index, strategy in enumerate(alive)}
+    claims = scope.plan().claims
+    owners = {id(each.claim.tensor): positions[id(each.strategy)] for each in reversed(claims) if each.claim.of is None}
     found: dict[Name, _Claimed] = {}
     seen: collections.Counter[Name] = collections.Counter()
-    for named in scope.plan().claims:
+    for named in claims:
         tensor = named.part.tensor
         if named.claim.component in components:
             if attribute(tensor, "layout") is not torch.strided:
                 raise UnsupportedTargetError(f"{named.name!r} has the layout {tensor.layout} and no storage to copy")
             storage = storage_of(tensor)
-            name = (positions[id(named.strategy)], named.claim.component, _below(named))
+            own = positions[id(named.strategy)]
+            name = (own, named.claim.component, _below(named), owners.get(id(named.claim.of), own))
             seen[name] += 1
             number = "" if seen[name] == 1 else f" ({seen[name]})"
             every = (tensor, *named.part.around, named.claim.tensor)
-            found[name[0], name[1], name[2] + number] = _Claimed(tensor, every, storage, _geometry(tensor, storage))
+            found[own, name[1], name[2] + number, name[3]] = _Claimed(tensor, every, storage, _geometry(tensor, storage))
     return found
 
 
