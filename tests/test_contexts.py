@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import gc
 import threading
+from collections.abc import Iterator
 
 import pytest
 import torch
@@ -122,6 +123,52 @@ def test_contexts_are_left_in_reverse_order(device: str, model: nn.Module) -> No
     Offloader(model, device=device).reload()
     with offloaded(model, device=device):  # nothing of the wrong exit is left behind
         pass
+
+
+def test_an_exception_elsewhere_does_not_end_somebody_elses_block(device: str, model: nn.Module) -> None:
+    async def first() -> None:
+        with offloaded(model, device=device):
+            await asyncio.sleep(60)
+
+    async def second() -> None:
+        task = asyncio.create_task(first())
+        await asyncio.sleep(0)
+        with offloaded(model, device=device):
+            task.cancel()
+            with pytest.raises(TransitionError, match="reverse order") as caught:
+                await task
+            assert isinstance(caught.value.__context__, asyncio.CancelledError)
+            assert is_away(model[0].weight)
+
+    asyncio.run(second())
+    Offloader(model, device=device).reload()
+
+
+def test_a_generator_that_is_closed_does_not_end_the_block_of_its_consumer(device: str, model: nn.Module) -> None:
+    def batches() -> Iterator[int]:
+        with offloaded(model, device=device):
+            yield from range(3)
+
+    source = batches()
+    next(source)
+    with offloaded(model, device=device):
+        with pytest.raises(TransitionError, match="reverse order"):
+            source.close()
+        assert is_away(model[0].weight)
+    Offloader(model, device=device).reload()
+
+
+def test_what_left_its_module_inside_the_block_is_resident_after_it(device: str, model: nn.Module) -> None:
+    with offloaded(model, device=device):
+        head, model[0] = model[0], nn.Identity()
+        assert is_away(head.weight)
+    assert head(torch.ones(1, 4, device=device)).isfinite().all()
+    off = Offloader(head, device=device)
+    off.offload()
+    with resident(head, device=device), offloaded(model, device=device):
+        pass
+    assert is_away(head.weight)
+    off.reload()
 
 
 def test_one_context_object_may_be_entered_again_and_inside_itself(device: str, model: nn.Module) -> None:

@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import functools
 import inspect
+import sys
 import threading
+import traceback
 import weakref
 from collections.abc import Callable
 from types import TracebackType
@@ -17,8 +19,10 @@ from typing import Generic, TypeVar
 from . import ledger
 from .errors import TransitionError
 from .interrupts import Deferred
+from .ledger import Entry
 from .scope import Aim, Logged, Scope
-from .transition import bring_back, put_away
+from .tensors import Storage
+from .transition import bring_back, put_away, reload_entries
 
 _Given = TypeVar("_Given")
 _Function = TypeVar("_Function", bound=Callable[..., object])
@@ -42,18 +46,18 @@ class Context(Generic[_Given]):
         is_open = False
         try:
             with Logged(self._scope), Deferred(), ledger.LOCK:
-                self._open()
+                self._open(id(sys._getframe(1)))
                 is_open = True
-        except BaseException:
+        except BaseException as error:
             if is_open:  # a signal that waited was raised when all was done, and the body is not going to run
                 with Logged(self._scope), Deferred(), ledger.LOCK:
-                    self._close(interrupted=True)
+                    self._close(error)
             raise
         return self._given
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None) -> None:
+    def __exit__(self, _kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None) -> None:
         with Logged(self._scope), Deferred(), ledger.LOCK:
-            self._close(interrupted=kind is not None)
+            self._close(error)
 
     def __call__(self, function: _Function) -> _Function:
         name = getattr(function, "__qualname__", repr(function))
@@ -70,9 +74,9 @@ class Context(Generic[_Given]):
 
         return inside  # type: ignore[return-value]
 
-    def _open(self) -> None:
+    def _open(self, entered_in: int) -> None:
         held = self._scope.hold()
-        frame = _Frame(self._scope)
+        frame = _Frame(self._scope, entered_in)
         frame.push()
         self._frames.append(frame)
         report = self._scope.report
@@ -81,25 +85,31 @@ class Context(Generic[_Given]):
                 put_away(self._scope, self._chosen, Aim(self._scope.away(plus=self._chosen)))
             else:
                 bring_back(self._scope, self._chosen, Aim(self._scope.away(minus=self._chosen)))
-        except BaseException:
-            self._close(interrupted=True)
+        except BaseException as error:
+            self._close(error)
             self._scope.report = report
             raise
         del held
 
-    def _close(self, *, interrupted: bool) -> None:
+    def _close(self, error: BaseException | None) -> None:
         if not self._frames:
             raise TransitionError(f"this context over {self._scope.names()} is left more often than it was entered")
         frame = self._frames.pop()
-        frame.pop(interrupted=interrupted)
+        frame.pop(error)
         frame.put_back()
 
 
 class _Frame:
-    """The state of one entry."""
+    """The state of one entry.
 
-    def __init__(self, scope: Scope) -> None:
+    Args:
+        scope: the targets.
+        entered_in: the id of the Python frame of the block.
+    """
+
+    def __init__(self, scope: Scope, entered_in: int) -> None:
         self._scope = scope
+        self._entered_in = entered_in
         self._thread = threading.get_ident()
         self._states = scope.states()
         storages = {key: (weakref.ref(each.storage), each.entry is not None) for key, each in scope.plan().storages.items()}
@@ -115,11 +125,16 @@ class _Frame:
         for state in self._states:
             state.contexts.append(weakref.ref(self))
 
-    def pop(self, *, interrupted: bool) -> None:
-        """Close this entry. Those above it that are still open were cut while they were left, if an exception passes through;
-        otherwise somebody mixed the order up."""
+    def pop(self, error: BaseException | None) -> None:
+        """Close this entry.
+
+        Those above it that are still open were cut while they were left, if an exception came through their block; otherwise
+        somebody mixed the order up, another task or a generator for example.
+        """
         stacks = [state.open_contexts() for state in self._states]
-        is_next = all(self in stack if interrupted else stack[-1:] == [self] for stack in stacks)
+        passed = {id(frame) for frame, _ in traceback.walk_tb(None if error is None else error.__traceback__)}
+        above = [each for stack in stacks if self in stack for each in stack[stack.index(self) + 1 :]]
+        is_next = all(self in stack for stack in stacks) and all(each._entered_in in passed for each in above)
         for state, stack in zip(self._states, stacks, strict=True):
             stays = stack[: stack.index(self)] if is_next else [each for each in stack if each is not self]
             state.contexts[:] = map(weakref.ref, stays)
@@ -144,4 +159,13 @@ class _Frame:
             put_away(self._scope, gone, self._aim, check=False)
         if come or False in changed:
             bring_back(self._scope, come, self._aim)
+        if dropped := [entry for entry in map(self._entry_that_was_resident, self._aim.exactly.values()) if entry is not None]:
+            reload_entries(dropped, self._scope.device, verify=self._scope.verify)  # no target has them any more
         del held
+
+    def _entry_that_was_resident(self, then: tuple[weakref.ref[Storage], bool]) -> Entry | None:
+        """The entry of a storage that is offloaded and was not when the context was entered."""
+        reference, was_offloaded = then
+        storage = reference()
+        entry = None if storage is None or was_offloaded else ledger.entry_of(storage)
+        return entry if entry is not None and entry.offloaded else None
