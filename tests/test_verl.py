@@ -124,6 +124,7 @@ def test_copy_step_restore(device: str, away: bool) -> None:
     wanted = [state_of(model)[: len(list(model.parameters()))] for model, _ in models]
     kept = verl.copy_megatron_model_to_cpu(chunks)
     assert kept.nbytes == sum({storage_of(p)._cdata: storage_of(p).nbytes() for c in chunks for p in c.parameters()}.values())
+    chunks[-1].up.weight.requires_grad_(False)  # roles change
     for step in range(2):
         for model, optimizer in models:
             megatron_step(model, optimizer, step)

@@ -114,12 +114,12 @@ def load_megatron_copy_params(optimizers: Any) -> None:
 
 def copy_megatron_model_to_cpu(models: Sequence[torch.nn.Module]) -> Snapshot:
     """Copy the parameters of model chunks, wherever they are, to host memory of their own: once, not three times."""
-    return snapshot(*_strategies(models), components=["params", "frozen"] if len(models) else None, device=DEVICE)
+    return snapshot(*_kept(models), components=["params"] if len(models) else None, device=DEVICE)
 
 
 def restore_megatron_model_from_cpu(models: Sequence[torch.nn.Module], cpu_state: Snapshot) -> None:
     """Copy parameters back that `copy_megatron_model_to_cpu` kept, onto the device or into the mirror."""
-    cpu_state.copy_to(*_strategies(models), device=DEVICE)
+    cpu_state.copy_to(*_kept(models), device=DEVICE)
 
 
 def offload_fsdp_model_to_cpu(model: torch.nn.Module, empty_cache: bool = True) -> None:
@@ -163,8 +163,16 @@ def _of_models(models: Sequence[torch.nn.Module]) -> Offloader:
 
 
 def _strategies(models: Sequence[torch.nn.Module]) -> list[Strategy]:
-    wrapper = foreign("megatron.core.distributed", "DistributedDataParallel")
-    return [_Chunk(each, grads="discard") if isinstance(each, wrapper) else _Module(each) for each in models]
+    return [_Chunk(each, grads="discard") if _is_wrapped(each) else _Module(each) for each in models]
+
+
+def _kept(models: Sequence[torch.nn.Module]) -> list[Strategy]:
+    """For snapshots, for which it is one whether a parameter is trained."""
+    return [FlatBufferStrategy(each) if _is_wrapped(each) else PerParameterStrategy(each) for each in models]
+
+
+def _is_wrapped(model: torch.nn.Module) -> bool:
+    return isinstance(model, foreign("megatron.core.distributed", "DistributedDataParallel"))
 
 
 def _of_optimizer(optimizers: Any) -> Offloader:
