@@ -52,6 +52,30 @@ def test_the_largest_are_named_with_their_holders(device: str) -> None:
     off.close()
 
 
+class Unbound(dict):
+    def items(self):
+        raise RuntimeError("not bound")
+
+    __iter__ = keys = values = __contains__ = items
+
+
+class UnboundList(list):
+    def __iter__(self):
+        raise RuntimeError("not bound")
+
+
+def test_no_method_of_a_holder_is_called(device: str) -> None:
+    off = Offloader(nn.Linear(2, 2, device=device), device=device)
+    holders = [Unbound(), UnboundList()]
+    dict.__setitem__(holders[0], "rows", torch.ones(70_000, device=device))
+    list.append(holders[1], torch.ones(80_000, device=device))
+    named = {row.nbytes: row.holders for row in off.explain().largest}
+    assert any("['rows']" in each for each in named[280_000])
+    assert any("[0]" in each for each in named[320_000])
+    with pytest.raises(ValueError, match="most=-1 is how many"):
+        off.explain(most=-1)
+
+
 def test_looking_leaves_nothing_behind(device: str) -> None:
     model = nn.Linear(4, 4, device=device)
     off = Offloader(model, device=device)

@@ -153,7 +153,12 @@ class Offloader:
 
         Args:
             most: how many of the largest storages are named.
+
+        Raises:
+            ValueError: ``most`` is negative.
         """
+        if most < 0:
+            raise ValueError(f"most={most!r} is how many storages are named, and not below 0")
         with ledger.LOCK:
             plan = self._scope.plan()
             resident = sum(each.nbytes for each in plan.storages.values() if each.entry is None)

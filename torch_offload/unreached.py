@@ -135,17 +135,18 @@ def _step(owner: Any, thing: Any) -> tuple[str, bool] | None:
     if isinstance(owner, (types.FrameType, types.ModuleType)) or type(owner).__name__.endswith("iterator"):
         return None
     if isinstance(owner, dict):
-        keys = [key for key, value in owner.items() if value is thing]
-        if keys and "__name__" in owner and "__spec__" in owner:
+        keys = [key for key, value in dict.items(owner) if value is thing]  # not a method of somebody's class
+        if keys and type(owner) is dict and "__name__" in owner and "__spec__" in owner:
             return f"{owner['__name__']}.{keys[0]}", True
         return (f"[{keys[0]!r:.40}]", False) if keys else None
     if isinstance(owner, (list, tuple)):
-        indices = [index for index, value in enumerate(owner) if value is thing]
+        values = list.__iter__(owner) if isinstance(owner, list) else tuple.__iter__(owner)
+        indices = [index for index, value in enumerate(values) if value is thing]
         return (f"[{indices[0]}]", False) if indices else None
     if isinstance(owner, types.CellType):
         return "a closure", True
     attributes = getattr(owner, "__dict__", None)
     if attributes is thing:
         return type(owner).__name__, True
-    names = [name for name, value in attributes.items() if value is thing] if isinstance(attributes, dict) else []
+    names = [name for name, value in dict.items(attributes) if value is thing] if isinstance(attributes, dict) else []
     return (f"{type(owner).__name__}.{names[0]}" if names else f"a {type(owner).__name__}"), True
