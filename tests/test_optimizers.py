@@ -62,13 +62,27 @@ class History:
     last: torch.Tensor
 
 
+class Slotted:
+    __slots__ = ("__weakref__", "never", "rows")
+
+
+class Slower(Slotted):
+    __slots__ = "inner"
+
+
+class Rows(list):
+    """A list with an attribute."""
+
+
 def test_state_is_found_in_any_nesting(device: str) -> None:
     weight = nn.Parameter(torch.ones(3, device=device))
     optimizer = torch.optim.SGD([weight], lr=0.1)
     state = optimizer.state[weight]
-    made = [torch.full((100 + index,), float(index), device=device) for index in range(5)]
+    made = [torch.full((100 + index,), float(index), device=device) for index in range(8)]
     state["deque"], state["record"], state["deep"] = collections.deque([made[0]]), History(made[1]), {"a": [(made[2],)]}
     state["plain"], state["set"] = types.SimpleNamespace(inner=made[3]), {made[4]}
+    state["slots"], state["rows"] = Slower(), Rows([made[5]])
+    state["slots"].inner, state["slots"].rows, state["rows"].mean = made[6], Rows(), made[7]
     state["parameter"], state["raw"], state["numbers"] = (
         types.SimpleNamespace(of=weight),
         memoryview(bytearray(9)),
@@ -83,7 +97,7 @@ def test_state_is_found_in_any_nesting(device: str) -> None:
     state["deep"]["circle"] = state["circle"]
     portraits = [Portrait.of(tensor) for tensor in made]
     with offloaded(optimizer, device=device) as off:
-        assert off.report.nbytes == 4 * sum(range(100, 105))
+        assert off.report.nbytes == 4 * sum(range(100, 108))
         with pytest.raises(OffloadedTensorError, match=r"param 0\.deque\.0"):
             made[0].sum()
     for portrait in portraits:

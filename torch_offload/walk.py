@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections import deque
 from collections.abc import Collection, Iterator, Mapping
-from types import FunctionType, MethodType, ModuleType
+from types import FunctionType, MemberDescriptorType, MethodType, ModuleType
 from typing import Any
 
 import torch
@@ -28,7 +28,7 @@ def tensors_in(thing: Any, skip: Collection[int], *, objects: bool) -> Iterator[
                 yield ".".join(path), found
         elif id(found) not in seen:
             seen.add(id(found))
-            members = _members(found) or (_attributes(found) if objects else [])
+            members = [*_members(found), *(_attributes(found) if objects else [])]
             inside = [
                 (_label(index, key), value)
                 for index, (key, value) in enumerate(members)
@@ -64,4 +64,7 @@ def _attributes(thing: Any) -> list[tuple[str, Any]]:
         return []
     if dataclasses.is_dataclass(thing):
         return [(field.name, getattr(thing, field.name, None)) for field in dataclasses.fields(thing)]
-    return list(vars(thing).items()) if type(thing).__dictoffset__ else []
+    own = list(vars(thing).items()) if type(thing).__dictoffset__ else []
+    slotted = [vars(kind) for kind in type(thing).__mro__ if "__slots__" in vars(kind)]
+    slots = [name for members in slotted for name, each in members.items() if isinstance(each, MemberDescriptorType)]
+    return own + [(name, getattr(thing, name)) for name in slots if hasattr(thing, name)]
