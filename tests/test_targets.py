@@ -591,9 +591,36 @@ def test_what_is_no_claim_is_named(device: str) -> None:
         def claims(self):
             return [self.target.weight]
 
+    class Forgotten(Wrong):
+        def claims(self):
+            Claim(tensor=self.target.weight, name="weight", component="params")
+
+    class Numbered(Wrong):
+        def claims(self):
+            yield Claim(tensor=self.target.weight, name=3, component="params")
+
+    class Named(PerParameterStrategy):
+        def aliases(self):
+            return ["weight"]
+
+    @dataclasses.dataclass
+    class Unmade(Strategy):
+        module: nn.Module
+
+        def claims(self):
+            return ()
+
     model = nn.Linear(3, 3, device=device)
-    with pytest.raises(UnsupportedTargetError, match=r"Wrong\.claims\(\) gave a Parameter"):
-        Offloader(Wrong(model), device=device).offload()
+    for strategy, message in (
+        (Wrong(model), r"Wrong\.claims\(\) gave a Parameter, not a Claim"),
+        (Forgotten(model), r"Forgotten\.claims\(\) gave a NoneType, not a Claim"),
+        (Numbered(model), r"Numbered\.claims\(\) gave a Claim with the name 3, no string"),
+        (Named(model), r"Named\.aliases\(\) gave a str, not a tensor"),
+    ):
+        with pytest.raises(UnsupportedTargetError, match=message):
+            Offloader(strategy, device=device).offload()
+    with pytest.raises(TypeError, match=r"Unmade was made without Strategy\.__init__\(target\)"):
+        Offloader(Unmade(model), device=device)
 
 
 def test_overlapping_targets_hold_one_mirror(device: str) -> None:

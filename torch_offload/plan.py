@@ -159,12 +159,12 @@ class Plan:
                 where = "already in host memory" if storage.device.type == "cpu" else f"on {storage.device}"
                 self._add_elsewhere(named, nbytes, where)
         for strategy in strategies:
-            for alias in strategy.aliases():
+            for alias in _known(strategy, "aliases"):
                 planned = self.storages.get(address_of(alias))
                 if planned is not None:
                     planned.aliases.append(alias)
         leaves = [each for named in self.claims for each in named.tensors()]
-        leaves += [each for strategy in strategies for each in strategy.leaves()]
+        leaves += [each for strategy in strategies for each in _known(strategy, "leaves")]
         for leaf in {id(each): each for each in leaves}.values():
             gradient = gradient_of(leaf)
             for part in () if gradient is None else parts_of(gradient):
@@ -283,10 +283,24 @@ def _named(strategies: Iterable[Strategy]) -> Iterator[Named]:
 
 
 def _claims(strategy: Strategy) -> list[Claim]:
-    claims = list(strategy.claims() or ())
-    if wrong := [claim for claim in claims if not isinstance(claim, Claim)]:
-        raise UnsupportedTargetError(f"{type(strategy).__name__}.claims() gave a {type(wrong[0]).__name__}, not a Claim")
+    given = strategy.claims()
+    claims = list(given) if isinstance(given, Iterable) else [given]
+    for claim in claims:
+        if not isinstance(claim, Claim):
+            raise UnsupportedTargetError(f"{type(strategy).__name__}.claims() gave a {type(claim).__name__}, not a Claim")
+        if not isinstance(claim.name, str):
+            raise UnsupportedTargetError(
+                f"{type(strategy).__name__}.claims() gave a Claim with the name {claim.name!r}, no string"
+            )
     return claims
+
+
+def _known(strategy: Strategy, what: str) -> list[torch.Tensor]:
+    """The aliases or leaves that a strategy knows."""
+    tensors = list(getattr(strategy, what)())
+    if wrong := [each for each in tensors if not isinstance(each, torch.Tensor)]:
+        raise UnsupportedTargetError(f"{type(strategy).__name__}.{what}() gave a {type(wrong[0]).__name__}, not a tensor")
+    return tensors
 
 
 def _parts(claim: Claim, name: str) -> list[Part]:

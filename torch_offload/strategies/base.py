@@ -90,13 +90,17 @@ class Strategy(abc.ABC):
     @property
     def target(self) -> Any:
         """The target, or None once it is gone. A strategy over a list has one for each that `each` gives."""
+        if not hasattr(self, "_targets"):
+            raise TypeError(
+                f"{type(self).__name__} was made without Strategy.__init__(target): call it, in __post_init__ for example"
+            )
         if len(self._targets) != 1:
             raise TypeError(f"the strategy {self.name!r} is over a list of {len(self._targets)} targets; go over its each()")
         return self._targets[0]()
 
     def each(self) -> list[Self]:
         """This strategy for each of its targets alone, which is what transitions work with."""
-        if len(self._targets) == 1:
+        if not hasattr(self, "_targets") or len(self._targets) == 1:
             return [self]
         alone = [copy.copy(self) for _ in self._targets]
         for index, (strategy, target) in enumerate(zip(alone, self._targets, strict=True)):
