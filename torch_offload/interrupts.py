@@ -11,9 +11,8 @@ import threading
 from types import FrameType
 from typing import Any
 
-_SIGNALS = [
-    getattr(signal, f"SIG{name}") for name in ("INT", "TERM", "HUP", "USR1", "USR2", "ALRM") if hasattr(signal, f"SIG{name}")
-]
+_NAMES = "INT TERM HUP USR1 USR2 ALRM QUIT VTALRM PROF XCPU"
+_SIGNALS = [getattr(signal, f"SIG{name}") for name in _NAMES.split() if hasattr(signal, f"SIG{name}")]
 
 
 class Deferred:
