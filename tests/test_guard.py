@@ -159,6 +159,22 @@ def off_nbytes(tensor: torch.Tensor) -> int:
     return entry.nbytes if entry else 0
 
 
+def test_errors_say_what_was_tried(device: str, model: nn.Module) -> None:
+    def assign(name: str) -> None:
+        setattr(model[0].weight, name, torch.ones(3, 3, device=device))
+
+    with offloaded(model, device=device):
+        for call, words in (
+            (lambda: model[0].weight.T, "T needs"),
+            (lambda: assign("data"), "setting data needs"),
+            (lambda: assign("grad"), "setting grad needs"),
+            (lambda: model.to("meta"), "moving or casting a module needs"),
+            (lambda: model[0].weight + 1, "add needs"),
+        ):
+            with pytest.raises(OffloadedTensorError, match=f"^{words} the memory of '.*weight'"):
+                call()
+
+
 def test_writing_the_mirror_moves_the_version_and_passes_the_checksum(device: str, model: nn.Module) -> None:
     versions = model[0].weight._version
     with offloaded(model, device=device), torch.no_grad():

@@ -197,7 +197,7 @@ def _answer(func: Any, found: Sequence[Guard], args: tuple[Any, ...], kwargs: di
     if func is torch.Tensor.copy_ and len(args) > 1 and (source := guard_of(args[1])) is not None:
         _check_unrecorded(source, args[1])
         return args[0].copy_(_host(args[1], serving.mirror_view))
-    what = f"{getattr(func, '__name__', func)} needs the memory of"
+    what = f"{serving.described(func)} needs the memory of"
     if not found:
         raise OffloadedTensorError(f"{what} an offloaded tensor, handed over in a container. Call reload() first")
     raise refusal(what, found[0].name, found[0].entry)

@@ -62,6 +62,18 @@ def is_metadata(func: Any, args: tuple[Any, ...]) -> bool:
     return func in METADATA or (func == _Tensor.grad.__set__ and args[1] is None) or (func is _Tensor.type and len(args) == 1)
 
 
+def described(func: Any) -> str:
+    """What a call is, in the words of whoever made it."""
+    name = getattr(func, "__name__", str(func))
+    of = getattr(getattr(func, "__self__", None), "__name__", name)  # of a property: w.T, w.data = x
+    return {
+        "__get__": of,
+        "__set__": f"setting {of}",
+        "__delete__": f"deleting {of}",
+        "_has_compatible_shallow_copy_type": "moving or casting a module",
+    }.get(name, name)
+
+
 def makes_leaf(func: Any, args: tuple[Any, ...]) -> bool:
     """Whether this call asks for gradients of a tensor, as `torch.nn.Parameter(w)` does of `w.detach()`."""
     asks = func is _Tensor.requires_grad_ or func == _Tensor.requires_grad.__set__
