@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import warnings
 
 import pytest
@@ -50,6 +51,33 @@ def test_hooks_are_set_before_a_class_could_be_asked(device: str, monkeypatch: p
     assert model[0].weight.is_leaf  # asks
     assert len(asked) == 1
     off.reload()
+
+
+def test_another_transition_leaves_the_hooks_that_are_needed(device: str) -> None:
+    model, other = (nn.Linear(3, 3, bias=False, device=device) for _ in range(2))
+    model(torch.ones(1, 3, device=device)).sum().backward()
+    with offloaded(model, components=["grads"], device=device):
+        with offloaded(other, device=device):
+            pass
+        with pytest.raises(OffloadedTensorError, match=r"accumulate into 'Linear\.weight\.grad'"):
+            model(torch.ones(1, 3, device=device)).sum().backward()
+    assert model.weight.grad.eq(1).all()
+
+
+def test_a_leaf_outside_that_was_remembered_may_die(device: str) -> None:
+    model, other = (nn.Linear(3, 3, bias=False, device=device) for _ in range(2))
+    model(torch.ones(1, 3, device=device)).sum().backward()
+    other.weight._grad = model.weight.grad
+    alias = model.weight.grad.view(-1)  # to be remembered with it
+    off = Offloader(model, device=device)
+    assert [row.name for row in off.offload().left] == ["Linear.weight.grad"]
+    off.reload()
+    del other
+    gc.collect()
+    assert not off.offload().left
+    assert is_away(alias)
+    off.reload()
+    assert alias.eq(1).all()
 
 
 def test_a_gradient_that_a_leaf_outside_has_too_is_left(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
