@@ -3,15 +3,27 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import gc
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from typing import Any
 
 import pytest
 import torch
 from torch import nn
 
-from torch_offload import OffloadedTensorError, Offloader, Residency, TransitionError, ledger, offloaded, resident
+from torch_offload import (
+    DeviceMemoryError,
+    OffloadedTensorError,
+    Offloader,
+    Residency,
+    TransitionError,
+    ledger,
+    offloaded,
+    reload,
+    resident,
+)
 from torch_offload.testing import InjectedError, Portrait, Seam, failing, is_away
 
 
@@ -158,6 +170,43 @@ def test_a_generator_that_is_closed_does_not_end_the_block_of_its_consumer(devic
     Offloader(model, device=device).reload()
 
 
+def test_an_exception_that_is_handed_on_ends_no_block_of_who_hands_it_on(device: str, model: nn.Module) -> None:
+    def batches() -> Iterator[int]:
+        with offloaded(model, device=device):
+            yield from range(3)
+
+    source = batches()
+    next(source)
+    with offloaded(model, device=device):
+        try:
+            raise ValueError("bad batch")
+        except ValueError as error:
+            with pytest.raises(TransitionError, match="reverse order"):
+                source.throw(error)
+        assert is_away(model[0].weight)
+    Offloader(model, device=device).reload()
+
+    async def wait(future: asyncio.Future[None]) -> None:
+        with offloaded(model, device=device):
+            await future
+
+    async def hand_on() -> None:
+        future = asyncio.get_running_loop().create_future()
+        task = asyncio.create_task(wait(future))
+        await asyncio.sleep(0)
+        with offloaded(model, device=device):
+            try:
+                raise ValueError("bad batch")
+            except ValueError as error:
+                future.set_exception(error)
+            with pytest.raises(TransitionError, match="reverse order"):
+                await task
+            assert is_away(model[0].weight)
+
+    asyncio.run(hand_on())
+    Offloader(model, device=device).reload()
+
+
 def test_what_left_its_module_inside_the_block_is_resident_after_it(device: str, model: nn.Module) -> None:
     with offloaded(model, device=device):
         head, model[0] = model[0], nn.Identity()
@@ -169,6 +218,37 @@ def test_what_left_its_module_inside_the_block_is_resident_after_it(device: str,
         pass
     assert is_away(head.weight)
     off.reload()
+
+    with offloaded(model, device=device):
+        norm, model[1] = model[1], nn.Identity()
+        off = Offloader(norm, device=device)
+        off.offload()  # somebody's own wish, from now on
+    assert is_away(norm.weight)
+    assert set(off.residency.values()) == {Residency.OFFLOADED}
+    off.reload()
+    assert norm.weight.isfinite().all()
+
+
+@pytest.mark.parametrize("at", [1, 2, 3])
+def test_what_left_its_module_comes_back_in_the_same_transaction(device: str, at: int) -> None:
+    model = nn.Sequential(nn.Linear(2, 2, bias=False), nn.Linear(2, 2, bias=False)).to(device)
+    off = Offloader(model, device=device)
+    context = off.offloaded()
+    context.__enter__()
+    head, model[0] = model[0], nn.Identity()
+    with failing(Seam.DEVICE_ALLOCATION, at) as fault:
+        try:
+            context.__exit__(None, None, None)
+        except DeviceMemoryError:
+            assert fault.fired
+            assert is_away(head.weight)
+            assert is_away(model[1].weight)
+        else:
+            assert not fault.fired
+            assert not is_away(head.weight)
+    reload(head.weight)
+    off.reload()
+    assert not is_away(model[1].weight)
 
 
 def test_one_context_object_may_be_entered_again_and_inside_itself(device: str, model: nn.Module) -> None:
@@ -391,18 +471,70 @@ def test_tasks_inside_a_context_may_open_their_own(device: str) -> None:
     assert not is_away(model.weight)
 
 
-def test_an_inner_context_that_was_cut_while_it_was_left_does_not_stop_the_outer(device: str) -> None:
+class Phase:
+    """Somebody's own context around one."""
+
+    def __init__(self, context: Any) -> None:
+        self._context = context
+
+    def __enter__(self) -> None:
+        self._context.__enter__()
+
+    def __exit__(self, *error: Any) -> None:
+        self._context.__exit__(*error)
+
+
+def _in_a_stack(inner: Any) -> None:
+    contextlib.ExitStack().enter_context(inner)
+
+
+def _plain(outer: Any, cut: Callable[[], None]) -> None:
+    with outer:
+        cut()
+
+
+def _stack(outer: Any, cut: Callable[[], None]) -> None:
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(outer)
+        cut()
+
+
+def _helper(outer: Any, cut: Callable[[], None]) -> None:
+    with Phase(outer):
+        cut()
+
+
+def _generator(outer: Any, cut: Callable[[], None]) -> None:
+    @contextlib.contextmanager
+    def phase() -> Iterator[None]:
+        with outer:
+            yield
+
+    with phase():
+        cut()
+
+
+def _wrapped(outer: Any, cut: Callable[[], None]) -> None:
+    with outer:
+        try:
+            cut()
+        except BaseException as error:
+            raise KeyboardInterrupt from error
+
+
+@pytest.mark.parametrize("shape", [_plain, _stack, _helper, _generator, _wrapped])
+@pytest.mark.parametrize("entered_by", [lambda inner: inner.__enter__(), _in_a_stack])
+def test_an_inner_context_that_was_cut_while_it_was_left_does_not_stop_the_outer(device: str, shape, entered_by) -> None:
     model = nn.Linear(2, 2, device=device)
     off = Offloader(model, device=device)
     inner = off.offloaded("grads")
 
     def cut() -> None:
-        with off.offloaded("params"):
-            inner.__enter__()
-            raise KeyboardInterrupt  # on the first instruction of the inner one's exit
+        entered_by(inner)
+        raise KeyboardInterrupt  # on the first instruction of the inner one's exit
 
     with pytest.raises(KeyboardInterrupt):
-        cut()
+        shape(off.offloaded("params"), cut)
     assert not is_away(model.weight)
     assert set(off.residency.values()) == {Residency.RESIDENT}
     with pytest.raises(TransitionError, match="reverse order"):

@@ -143,11 +143,32 @@ def test_models_with_equal_names_keep_their_own_state_in_one_optimizer(
     assert state(other) != wanted
     kept.copy_to(*targets(other), device=device)
     assert state(other) == wanted
+    kept.copy_to(*models, other, device=device)  # names are for messages
     if names[0]:
         with offloaded(*targets(other), device=device):
             for model, name in zip(models, names, strict=True):
                 with pytest.raises(OffloadedTensorError, match=rf"'Adam\.{name}\.weight\.exp_avg'"):
                     other.state[model.weight]["exp_avg"] + 1
+
+
+def test_parameters_of_equal_names_keep_their_own_state(device: str) -> None:
+    weights = [nn.Parameter(torch.ones(2, device=device)) for _ in range(2)]
+
+    def warmed(*order: int) -> torch.optim.Optimizer:
+        optimizer = torch.optim.Adam([{"params": [("weight", each)]} for each in weights])
+        for index in order:
+            (weights[index] * (1 + 9 * index)).sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        return optimizer
+
+    def state(optimizer: torch.optim.Optimizer) -> list[list[float]]:
+        return [optimizer.state[each]["exp_avg"].tolist() for each in weights]
+
+    first, other = warmed(1, 0), warmed(0, 0, 1)
+    assert state(first) != state(other)
+    snapshot(first, device=device).copy_to(other, device=device)
+    assert state(first) == state(other)
 
 
 def test_what_does_not_fit_is_named_and_nothing_written(device: str) -> None:
@@ -170,7 +191,7 @@ def test_what_does_not_fit_is_named_and_nothing_written(device: str) -> None:
             kept.copy_to(*targets, device=device)
     kept.copy_to(model, OptimizerStrategy(optimizer), device=device)
     tied = nn.ParameterList([model.weight, model.weight])
-    apart = nn.ParameterList([nn.Parameter(torch.ones(4, 4, device=device)) for _ in range(2)])
+    apart = nn.ParameterList([nn.Parameter(torch.full((4, 4), 7.0, device=device)) for _ in range(2)])
     with pytest.raises(MirrorMismatchError, match=r"'0', '1' shared memory when"):
         snapshot(tied, device=device).copy_to(apart, device=device)
     for away in (False, True):
@@ -182,7 +203,7 @@ def test_what_does_not_fit_is_named_and_nothing_written(device: str) -> None:
         off.reload()
     with pytest.raises(ValueError, match=r"no target has a component 'optimizer'"):
         snapshot(model, components=["optimizer"], device=device)
-    assert all(map(torch.equal, model.parameters(), wanted))
+    assert all(map(torch.equal, model.parameters(), wanted))  # tied to it as well
 
 
 def test_components_are_chosen(device: str) -> None:

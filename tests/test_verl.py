@@ -122,6 +122,7 @@ def test_copy_step_restore(device: str, away: bool) -> None:
     models = [with_optimizer(device, "distributed bf16"), with_optimizer(device, "distributed bf16", seed=1)]
     chunks = [model for model, _ in models] + [mcore.Block(device)]
     wanted = [state_of(model)[: len(list(model.parameters()))] for model, _ in models]
+    bare = [each.detach().cpu().clone() for each in chunks[-1].parameters()]
     kept = verl.copy_megatron_model_to_cpu(chunks)
     assert kept.nbytes == sum({storage_of(p)._cdata: storage_of(p).nbytes() for c in chunks for p in c.parameters()}.values())
     chunks[-1].up.weight.requires_grad_(False)  # roles change
@@ -129,12 +130,16 @@ def test_copy_step_restore(device: str, away: bool) -> None:
         for model, optimizer in models:
             megatron_step(model, optimizer, step)
         assert not all(map(torch.equal, wanted[0], state_of(models[0][0])))
+        with torch.no_grad():
+            for each in chunks[-1].parameters():
+                each.zero_()
         if away:
             verl.offload_megatron_model_to_cpu(chunks)
         verl.restore_megatron_model_from_cpu(chunks, kept)
         verl.load_megatron_model_to_gpu(chunks)
         for (model, _), values in zip(models, wanted, strict=True):
             assert all(map(torch.equal, state_of(model), values))
+        assert all(map(torch.equal, [each.cpu() for each in chunks[-1].parameters()], bare))
 
 
 def test_a_module_under_fsdp2(device: str) -> None:

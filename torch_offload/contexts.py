@@ -10,10 +10,9 @@ import functools
 import inspect
 import sys
 import threading
-import traceback
 import weakref
 from collections.abc import Callable
-from types import TracebackType
+from types import FrameType, TracebackType
 from typing import Generic, TypeVar
 
 from . import ledger
@@ -21,8 +20,7 @@ from .errors import TransitionError
 from .interrupts import Deferred
 from .ledger import Entry
 from .scope import Aim, Logged, Scope
-from .tensors import Storage
-from .transition import bring_back, put_away, reload_entries
+from .transition import bring_back, put_away
 
 _Given = TypeVar("_Given")
 _Function = TypeVar("_Function", bound=Callable[..., object])
@@ -46,18 +44,18 @@ class Context(Generic[_Given]):
         is_open = False
         try:
             with Logged(self._scope), Deferred(), ledger.LOCK:
-                self._open(id(sys._getframe(1)))
+                self._open(sys._getframe(1))
                 is_open = True
         except BaseException as error:
             if is_open:  # a signal that waited was raised when all was done, and the body is not going to run
                 with Logged(self._scope), Deferred(), ledger.LOCK:
-                    self._close(error)
+                    self._close(error, sys._getframe(1))
             raise
         return self._given
 
     def __exit__(self, _kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None) -> None:
         with Logged(self._scope), Deferred(), ledger.LOCK:
-            self._close(error)
+            self._close(error, sys._getframe(1))
 
     def __call__(self, function: _Function) -> _Function:
         name = getattr(function, "__qualname__", repr(function))
@@ -74,9 +72,9 @@ class Context(Generic[_Given]):
 
         return inside  # type: ignore[return-value]
 
-    def _open(self, entered_in: int) -> None:
+    def _open(self, block: FrameType) -> None:
         held = self._scope.hold()
-        frame = _Frame(self._scope, entered_in)
+        frame = _Frame(self._scope, block)
         frame.push()
         self._frames.append(frame)
         report = self._scope.report
@@ -86,16 +84,16 @@ class Context(Generic[_Given]):
             else:
                 bring_back(self._scope, self._chosen, Aim(self._scope.away(minus=self._chosen)))
         except BaseException as error:
-            self._close(error)
+            self._close(error, block)
             self._scope.report = report
             raise
         del held
 
-    def _close(self, error: BaseException | None) -> None:
+    def _close(self, error: BaseException | None, block: FrameType) -> None:
         if not self._frames:
             raise TransitionError(f"this context over {self._scope.names()} is left more often than it was entered")
         frame = self._frames.pop()
-        frame.pop(error)
+        frame.pop(error, block)
         frame.put_back()
 
 
@@ -104,12 +102,12 @@ class _Frame:
 
     Args:
         scope: the targets.
-        entered_in: the id of the Python frame of the block.
+        block: the Python frame of the block.
     """
 
-    def __init__(self, scope: Scope, entered_in: int) -> None:
+    def __init__(self, scope: Scope, block: FrameType) -> None:
         self._scope = scope
-        self._entered_in = entered_in
+        self._block, self._task = id(block), _task()
         self._thread = threading.get_ident()
         self._states = scope.states()
         storages = {key: (weakref.ref(each.storage), each.entry is not None) for key, each in scope.plan().storages.items()}
@@ -125,16 +123,18 @@ class _Frame:
         for state in self._states:
             state.contexts.append(weakref.ref(self))
 
-    def pop(self, error: BaseException | None) -> None:
-        """Close this entry.
+    def pop(self, error: BaseException | None, block: FrameType) -> None:
+        """Close this entry, whose block is left.
 
-        Those above it that are still open were cut while they were left, if an exception came through their block; otherwise
-        somebody mixed the order up, another task or a generator for example.
+        Those above it that are still open were cut while they were left, if an exception comes from inside of this block;
+        otherwise somebody mixed the order up. An exception in a generator, or in another task, did not come through the block
+        of whoever runs the generator or waits for the task.
         """
         stacks = [state.open_contexts() for state in self._states]
-        passed = {id(frame) for frame, _ in traceback.walk_tb(None if error is None else error.__traceback__)}
         above = [each for stack in stacks if self in stack for each in stack[stack.index(self) + 1 :]]
-        is_next = all(self in stack for stack in stacks) and all(each._entered_in in passed for each in above)
+        outside = _outside(block)
+        were_cut = error is not None and all(each._task == _task() and each._block not in outside for each in above)
+        is_next = all(self in stack for stack in stacks) and (were_cut or not above)
         for state, stack in zip(self._states, stacks, strict=True):
             stays = stack[: stack.index(self)] if is_next else [each for each in stack if each is not self]
             state.contexts[:] = map(weakref.ref, stays)
@@ -158,14 +158,37 @@ class _Frame:
         if gone or True in changed:
             put_away(self._scope, gone, self._aim, check=False)
         if come or False in changed:
-            bring_back(self._scope, come, self._aim)
-        if dropped := [entry for entry in map(self._entry_that_was_resident, self._aim.exactly.values()) if entry is not None]:
-            reload_entries(dropped, self._scope.device, verify=self._scope.verify)  # no target has them any more
+            bring_back(self._scope, come, self._aim, dropped=self._dropped())
         del held
 
-    def _entry_that_was_resident(self, then: tuple[weakref.ref[Storage], bool]) -> Entry | None:
-        """The entry of a storage that is offloaded and was not when the context was entered."""
-        reference, was_offloaded = then
-        storage = reference()
-        entry = None if storage is None or was_offloaded else ledger.entry_of(storage)
-        return entry if entry is not None and entry.offloaded else None
+    def _dropped(self) -> list[Entry]:
+        """What is offloaded, was not at the entry, and is claimed by nobody else: it may have left its module meanwhile."""
+        were_resident = [reference() for reference, was_offloaded in self._aim.exactly.values() if not was_offloaded]
+        entries = [ledger.entry_of(storage) for storage in were_resident if storage is not None]
+        return [
+            entry
+            for entry in entries
+            if entry is not None and entry.offloaded and all(owner() in (None, *self._states) for owner, _, _ in entry.claims)
+        ]
+
+
+def _task() -> int:
+    """The asyncio task that runs; 0 if none does."""
+    asyncio = sys.modules.get("asyncio")
+    try:
+        return 0 if asyncio is None else id(asyncio.current_task())
+    except RuntimeError:  # no loop runs here
+        return 0
+
+
+def _outside(block: FrameType | None) -> set[int]:
+    """The ids of the Python frames that called the function of a block; what only forwards the leaving belongs to it."""
+    while block is not None and any(each is not None and each.f_code.co_name in _EXITS for each in (block, block.f_back)):
+        block = block.f_back
+    found = set()
+    while block is not None and (block := block.f_back) is not None:
+        found.add(id(block))
+    return found
+
+
+_EXITS = ("__exit__", "__aexit__")  # of contextlib's stacks and generators, and of anybody's own contexts

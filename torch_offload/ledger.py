@@ -21,7 +21,7 @@ import functools
 import os
 import threading
 import weakref
-from collections.abc import Callable, Iterator, MutableMapping
+from collections.abc import Callable, Iterable, Iterator, MutableMapping
 from typing import Any
 
 import torch
@@ -88,6 +88,11 @@ class Entry:
     def holds_tensors(self) -> bool:
         """Whether its tensors are to be guarded."""
         return self.stage is not Stage.RELOADED and self.is_current()
+
+    def add_claims(self, claims: Iterable[tuple[weakref.ref[TargetState], str, Key]]) -> None:
+        """Note the claims of owners that have none on it yet."""
+        owners = {id(owner) for owner, _, _ in self.claims}
+        self.claims += [claim for claim in claims if id(claim[0]) not in owners]
 
     def is_claimed_by(self, state: TargetState) -> bool:
         """Whether one of its claims was made for this target."""

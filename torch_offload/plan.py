@@ -27,12 +27,13 @@ _STRICTEST_FIRST = ("raise", "leave", "guard", "free")
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Named:
-    """A part of what is claimed, the strategy that claims it, and its full name."""
+    """A part of what is claimed, the strategy that claims it, its full name, and its name below the target."""
 
     strategy: Strategy
     claim: Claim
     part: Part
     name: str
+    below: str
 
     @property
     def key(self) -> Key:
@@ -101,6 +102,12 @@ class Planned:
         found = {(id(named.claim.tensor), named.part.suffix): named.part for named in self.claims if named.part.suffix}
         return list(found.values())
 
+    def owned(self) -> list[tuple[weakref.ref[ledger.TargetState], str, Key]]:
+        """What `Entry.claims` has of it."""
+        strategies = {id(named.strategy): named.strategy for named in self.claims}
+        owners = {key: weakref.ref(ledger.state_of(each.target)) for key, each in strategies.items()}
+        return [(owners[id(named.strategy)], named.claim.component, named.key) for named in self.claims]
+
     def move(self, verdict: Verdict) -> Move:
         """How to offload it, guarding the aliases that the checker found as well."""
         names = {id(named.claim.tensor): named.name for named in self.claims}
@@ -116,15 +123,13 @@ class Planned:
             if named.claim.component == "grads" and named.claim.of is not None and named.claim.name != "grad"
         ]
         first = self.claims[0].strategy
-        strategies = {id(named.strategy): named.strategy for named in self.claims}
-        owners = {key: weakref.ref(ledger.state_of(each.target)) for key, each in strategies.items()}
         return Move(
             storage=self.storage,
             name=self.name,
             mirror=ledger.state_of(first.target).mirror_for(self.storage.device),
             tensors=tensors,
             gradients=gradients,
-            claims=[(owners[id(named.strategy)], named.claim.component, named.key) for named in self.claims],
+            claims=self.owned(),
             component=self.claims[0].claim.component,
             discard=all(named.claim.discard for named in self.claims),
             read_only=all(named.strategy.read_only for named in self.claims),
@@ -269,17 +274,18 @@ def _named(strategies: Iterable[Strategy]) -> Iterator[Named]:
     owners = {id(claim.tensor): (strategy, claim.name) for strategy, claim in reversed(claims) if claim.of is None}
     alike = collections.Counter(name for _, name in owners.values())
     for strategy, claim in claims:
-        parts = [strategy.name, claim.name]
+        parts, below = [strategy.name, claim.name], claim.name
         if claim.of is not None or claim.of_name:
             owner, name = owners.get(id(claim.of), (strategy, claim.of_name or "unnamed"))
             parts.insert(1, name if owner is strategy or alike[name] == 1 else f"{owner.name}.{name}")
+            below = f"{name}.{below}"
         if claim.component not in strategy.components:
             raise UnsupportedTargetError(
                 f"{type(strategy).__name__} claims {'.'.join(parts)!r} for the component {claim.component!r}, which is not in "
                 f"its components {strategy.components}"
             )
         for part in _parts(claim, ".".join(parts)):
-            yield Named(strategy, claim, part, f"{'.'.join(parts)}{part.suffix}")
+            yield Named(strategy, claim, part, f"{'.'.join(parts)}{part.suffix}", f"{below}{part.suffix}")
 
 
 def _claims(strategy: Strategy) -> list[Claim]:

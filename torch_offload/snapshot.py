@@ -14,7 +14,6 @@ from . import device as devices
 from .errors import MirrorMismatchError, TransitionError, UnsupportedTargetError, listed
 from .interrupts import Deferred
 from .mirror import Need, PinnedMirror, Slot
-from .plan import Named
 from .scope import Scope
 from .strategies import strategies_for
 from .tensors import Storage, attribute, plainly, storage_of
@@ -191,16 +190,12 @@ def _claimed(scope: Scope, components: frozenset[str]) -> dict[Name, _Claimed]:
                 raise UnsupportedTargetError(f"{named.name!r} has the layout {tensor.layout} and no storage to copy")
             storage = storage_of(tensor)
             own = positions[id(named.strategy)]
-            name = (own, named.claim.component, _below(named), owners.get(id(named.claim.of), own))
+            name = (own, named.claim.component, named.below, owners.get(id(named.claim.of), own))
             seen[name] += 1
             number = "" if seen[name] == 1 else f" ({seen[name]})"
             every = (tensor, *named.part.around, named.claim.tensor)
             found[own, name[1], name[2] + number, name[3]] = _Claimed(tensor, every, storage, _geometry(tensor, storage))
     return found
-
-
-def _below(named: Named) -> str:
-    return named.name.removeprefix(f"{named.strategy.name}.")
 
 
 def _geometry(tensor: torch.Tensor, storage: Storage) -> Geometry:

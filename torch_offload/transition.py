@@ -78,6 +78,9 @@ class PreparedOffload:
         prepared, plan = self._taken()
         self._measured.resume()
         prepared.commit()
+        for each in plan.storages.values():
+            if each.entry is not None and self._aim.is_to_go(each):
+                each.entry.add_claims(each.owned())  # those that were away already, by whomever
         _settle(self._scope, self._aim.away)
         return self._measured.report(self._scope, plan, self._nbytes, prepared.copied_nbytes, self._left)
 
@@ -126,8 +129,10 @@ def prepare(scope: Scope, chosen: frozenset[str], aim: Aim) -> PreparedOffload:
     return prepared
 
 
-def bring_back(scope: Scope, chosen: frozenset[str], aim: Aim, *, check_names: bool = True) -> TransitionReport:
-    """Reload every storage that is not to be away."""
+def bring_back(
+    scope: Scope, chosen: frozenset[str], aim: Aim, *, check_names: bool = True, dropped: Sequence[Entry] = ()
+) -> TransitionReport:
+    """Reload every storage that is not to be away, and these, which the targets may have dropped."""
     start(scope.device)
     held = scope.hold()
     plan = scope.plan()
@@ -135,12 +140,13 @@ def bring_back(scope: Scope, chosen: frozenset[str], aim: Aim, *, check_names: b
         plan.check_names(scope.away())
     back = [each for each in plan.storages.values() if each.entry is not None and not aim.is_to_go(each)]
     measured = Measured("reload", chosen, [each.storage.device for each in plan.storages.values()])
-    entries = [each.entry for each in back if each.entry is not None]
+    entries = list(dict.fromkeys([*(each.entry for each in back if each.entry is not None), *dropped]))
+    nbytes = [entry.nbytes for entry in entries]
     copied = sum(entry.nbytes for entry in entries if entry.slot is not None)
     transfer.allocate_then_copy(entries, verify=scope.verify)
     _settle(scope, aim.away)
     del held
-    return measured.report(scope, plan, [each.nbytes for each in back], copied, plan.elsewhere)
+    return measured.report(scope, plan, nbytes, copied, plan.elsewhere)
 
 
 def reload_entries(entries: Sequence[Entry], device: torch.device, *, verify: bool) -> None:

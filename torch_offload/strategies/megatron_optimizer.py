@@ -81,7 +81,7 @@ class MegatronOptimizerStrategy(Strategy):
     def _claims(self) -> Iterator[Claim]:
         """Each tensor once, named after the model's parameter that it stands for if there is one."""
         model_parameters = self._model_parameters()
-        names: dict[int, str] = {}
+        names = parameter_names(*_torch_optimizers(self.target))
         taken: set[int] = {*map(id, model_parameters)}
 
         def claim(tensor: torch.Tensor, name: str, main: torch.Tensor | None) -> Iterator[Claim]:
@@ -93,7 +93,6 @@ class MegatronOptimizerStrategy(Strategy):
 
         origin = self._origins(model_parameters)
         for optimizer in _torch_optimizers(self.target):
-            names.update(parameter_names(optimizer))
             for index, (key, state) in enumerate(optimizer.state.items()):
                 names.setdefault(id(key), f"state {index}")
                 for path, tensor in tensors_in(state, taken, objects=True):

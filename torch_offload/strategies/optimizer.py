@@ -71,11 +71,16 @@ def hooks(optimizer: torch.optim.Optimizer, check: Callable[[str], None]) -> tup
     return loading.remove, stepping.remove
 
 
-def parameter_names(optimizer: torch.optim.Optimizer) -> dict[int, str]:
-    """What to call each parameter, by its id, where no model names it."""
+def parameter_names(*optimizers: torch.optim.Optimizer) -> dict[int, str]:
+    """What to call each parameter, by its id, where no model names it: each has a name of its own."""
     names: dict[int, str] = {}
-    for group in optimizer.param_groups:
+    taken: set[str] = set()
+    for group in (group for optimizer in optimizers for group in optimizer.param_groups):
         given = group.get("param_names", ())
         for index, parameter in enumerate(group["params"]):
-            names[id(parameter)] = given[index] if index < len(given) else f"param {len(names)}"
+            position = f"param {len(names)}"
+            name = given[index] if index < len(given) else position
+            if id(parameter) not in names:
+                names[id(parameter)] = f"{name} ({position})" if name in taken else name
+                taken.add(name)
     return names
