@@ -11,7 +11,7 @@ import torch
 from torch import nn
 from torch.optim import optimizer as optimizer_module
 
-from torch_offload import MirrorMismatchError, OffloadedTensorError, Offloader, offloaded
+from torch_offload import MirrorMismatchError, OffloadedTensorError, Offloader, OptimizerStrategy, offloaded
 from torch_offload.testing import Portrait
 
 
@@ -69,9 +69,24 @@ class Slotted:
 class Slower(Slotted):
     __slots__ = "inner"
 
+    def __getattr__(self, name: str) -> None:
+        raise RuntimeError(f"{name} is not built yet")
+
+    @property
+    def rows(self) -> None:
+        raise RuntimeError("rows is not built yet")
+
 
 class Rows(list):
     """A list with an attribute."""
+
+
+@dataclasses.dataclass
+class Record(collections.OrderedDict):
+    last: torch.Tensor
+
+    def __post_init__(self) -> None:
+        self["last"], self.cache = self.last, self.last * 2
 
 
 def test_state_is_found_in_any_nesting(device: str) -> None:
@@ -82,7 +97,10 @@ def test_state_is_found_in_any_nesting(device: str) -> None:
     state["deque"], state["record"], state["deep"] = collections.deque([made[0]]), History(made[1]), {"a": [(made[2],)]}
     state["plain"], state["set"] = types.SimpleNamespace(inner=made[3]), {made[4]}
     state["slots"], state["rows"] = Slower(), Rows([made[5]])
-    state["slots"].inner, state["slots"].rows, state["rows"].mean = made[6], Rows(), made[7]
+    state["slots"].inner, state["rows"].mean = made[6], made[7]
+    Slotted.rows.__set__(state["slots"], Rows())
+    state["mapping"], state["both"] = collections.UserDict(rows=made[0]), Record(made[1])
+    made.append(state["both"].cache)
     state["parameter"], state["raw"], state["numbers"] = (
         types.SimpleNamespace(of=weight),
         memoryview(bytearray(9)),
@@ -97,7 +115,9 @@ def test_state_is_found_in_any_nesting(device: str) -> None:
     state["deep"]["circle"] = state["circle"]
     portraits = [Portrait.of(tensor) for tensor in made]
     with offloaded(optimizer, device=device) as off:
-        assert off.report.nbytes == 4 * sum(range(100, 108))
+        assert off.report.nbytes == 4 * (sum(range(100, 108)) + 101)
+        claimed = [id(claim.tensor) for claim in OptimizerStrategy(optimizer).claims()]
+        assert len(claimed) == len(set(claimed))
         with pytest.raises(OffloadedTensorError, match=r"param 0\.deque\.0"):
             made[0].sum()
     for portrait in portraits:

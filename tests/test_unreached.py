@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+from unittest import mock
 
 import pytest
 import torch
@@ -64,14 +65,23 @@ class UnboundList(list):
         raise RuntimeError("not bound")
 
 
+class Strange:
+    __slots__ = ("rows",)
+
+    def __getattr__(self, name: str) -> None:
+        raise RuntimeError(f"no {name} yet")
+
+
 def test_no_method_of_a_holder_is_called(device: str) -> None:
     off = Offloader(nn.Linear(2, 2, device=device), device=device)
-    holders = [Unbound(), UnboundList()]
+    holders = [Unbound(), UnboundList(), mock.Mock(spec=dict), Strange()]
+    holders[2].rows = holders[3].rows = torch.ones(90_000, device=device)
     dict.__setitem__(holders[0], "rows", torch.ones(70_000, device=device))
     list.append(holders[1], torch.ones(80_000, device=device))
     named = {row.nbytes: row.holders for row in off.explain().largest}
     assert any("['rows']" in each for each in named[280_000])
     assert any("[0]" in each for each in named[320_000])
+    assert 360_000 in named
     with pytest.raises(ValueError, match="most=-1 is how many"):
         off.explain(most=-1)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import gc
 import re
@@ -116,7 +117,9 @@ def _locals() -> dict[int, list[str]]:
 def _paths(thing: Any, below: str, ours: set[int], locals_: dict[int, list[str]], depth: int) -> list[str]:
     found = [f"{name}{below}" for name in locals_.get(id(thing), ())]
     for owner in gc.get_referrers(thing):
-        step = None if id(owner) in ours else _step(owner, thing)
+        step = None
+        with contextlib.suppress(Exception):  # of somebody's class
+            step = None if id(owner) in ours else _step(owner, thing)
         if step is None:
             continue
         name, is_named = step

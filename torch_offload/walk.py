@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import dataclasses
+import contextlib
 from collections import deque
 from collections.abc import Collection, Iterator, Mapping
 from types import FunctionType, MemberDescriptorType, MethodType, ModuleType
@@ -12,7 +12,7 @@ import torch
 
 
 def tensors_in(thing: Any, skip: Collection[int], *, objects: bool) -> Iterator[tuple[str, torch.Tensor]]:
-    """The tensors in any nesting of containers, and the names on the way to each: ``"groups.0.exp_avg"``.
+    """The tensors in any nesting of containers, each once, and the names on the way to it: ``"groups.0.exp_avg"``.
 
     Args:
         thing: where to begin.
@@ -23,11 +23,13 @@ def tensors_in(thing: Any, skip: Collection[int], *, objects: bool) -> Iterator[
     seen: set[int] = set()
     while waiting:
         path, found = waiting.pop()
+        if id(found) in seen:
+            continue
+        seen.add(id(found))
         if isinstance(found, torch.Tensor):
             if id(found) not in skip:
                 yield ".".join(path), found
-        elif id(found) not in seen:
-            seen.add(id(found))
+        else:
             members = [*_members(found), *(_attributes(found) if objects else [])]
             inside = [
                 (_label(index, key), value)
@@ -62,9 +64,10 @@ def _attributes(thing: Any) -> list[tuple[str, Any]]:
     """What a record or a plain object has; nothing of what is code or has tensors of its own."""
     if isinstance(thing, (type, ModuleType, FunctionType, MethodType, torch.nn.Module, torch.optim.Optimizer)):
         return []
-    if dataclasses.is_dataclass(thing):
-        return [(field.name, getattr(thing, field.name, None)) for field in dataclasses.fields(thing)]
-    own = list(vars(thing).items()) if type(thing).__dictoffset__ else []
-    slotted = [vars(kind) for kind in type(thing).__mro__ if "__slots__" in vars(kind)]
-    slots = [name for members in slotted for name, each in members.items() if isinstance(each, MemberDescriptorType)]
-    return own + [(name, getattr(thing, name)) for name in slots if hasattr(thing, name)]
+    found = list(vars(thing).items()) if type(thing).__dictoffset__ else []
+    for members in (vars(kind) for kind in type(thing).__mro__ if "__slots__" in vars(kind)):
+        for name, slot in members.items():
+            if isinstance(slot, MemberDescriptorType):
+                with contextlib.suppress(AttributeError):  # never set
+                    found.append((name, slot.__get__(thing)))  # asked itself: a method of the class may stand before it
+    return found
