@@ -156,12 +156,13 @@ def test_an_exception_elsewhere_does_not_end_somebody_elses_block(device: str, m
     Offloader(model, device=device).reload()
 
 
-def test_a_generator_that_is_closed_does_not_end_the_block_of_its_consumer(device: str, model: nn.Module) -> None:
-    def batches() -> Iterator[int]:
-        with offloaded(model, device=device):
-            yield from range(3)
+def batches(model: nn.Module, device: str) -> Iterator[int]:
+    with offloaded(model, device=device):
+        yield from range(3)
 
-    source = batches()
+
+def test_a_generator_that_is_closed_does_not_end_the_block_of_its_consumer(device: str, model: nn.Module) -> None:
+    source = batches(model, device)
     next(source)
     with offloaded(model, device=device):
         with pytest.raises(TransitionError, match="reverse order"):
@@ -171,11 +172,7 @@ def test_a_generator_that_is_closed_does_not_end_the_block_of_its_consumer(devic
 
 
 def test_an_exception_that_is_handed_on_ends_no_block_of_who_hands_it_on(device: str, model: nn.Module) -> None:
-    def batches() -> Iterator[int]:
-        with offloaded(model, device=device):
-            yield from range(3)
-
-    source = batches()
+    source = batches(model, device)
     next(source)
     with offloaded(model, device=device):
         try:
@@ -364,6 +361,30 @@ def test_a_prepared_offload_waits_for_its_commit(device: str, model: nn.Module) 
     off.reload()
     for portrait in portraits:
         portrait.check()
+
+
+def test_a_target_may_die_before_its_commit(device: str) -> None:
+    model = nn.Linear(2, 2, device=device)
+    weight, wanted = model.weight, model.weight.detach().clone()
+    off = Offloader(model, device=device)
+    prepared = off.prepare()
+    del model
+    gc.collect()
+    prepared.commit()
+    assert is_away(weight)
+    reload(weight)
+    assert torch.equal(weight, wanted)
+
+
+def test_the_policy_is_that_of_the_call_that_offloads(device: str) -> None:
+    model = nn.Linear(2, 2, device=device)
+    model(torch.ones(1, 2, device=device)).sum().backward()
+    with offloaded(model, device=device), resident(model, device=device):
+        pass
+    assert model.weight.grad.eq(1).all()
+    with offloaded(model, device=device), resident(model, grads="discard", device=device):
+        pass
+    assert not model.weight.grad.any()
 
 
 def test_a_dropped_token_is_an_abandon(device: str, model: nn.Module) -> None:

@@ -53,6 +53,23 @@ def test_hooks_are_set_before_a_class_could_be_asked(device: str, monkeypatch: p
     off.reload()
 
 
+def test_what_a_refused_backward_has_added_can_be_dropped(device: str) -> None:
+    first, last = (nn.Linear(3, 3, bias=False, device=device) for _ in range(2))
+
+    def step() -> None:
+        last(first(torch.ones(1, 3, device=device))).sum().backward()
+
+    step()
+    wanted = [first.weight.grad.clone(), last.weight.grad.clone()]
+    with offloaded(first, components=["grads"], device=device), pytest.raises(OffloadedTensorError, match="accumulate into"):
+        step()
+    assert last.weight.grad.eq(2 * wanted[1]).all()
+    for model in (first, last):
+        model.zero_grad()
+    step()
+    assert all(map(torch.equal, [first.weight.grad, last.weight.grad], wanted))
+
+
 def test_another_transition_leaves_the_hooks_that_are_needed(device: str) -> None:
     model, other = (nn.Linear(3, 3, bias=False, device=device) for _ in range(2))
     model(torch.ones(1, 3, device=device)).sum().backward()

@@ -132,8 +132,8 @@ class _Frame:
         """
         stacks = [state.open_contexts() for state in self._states]
         above = [each for stack in stacks if self in stack for each in stack[stack.index(self) + 1 :]]
-        outside = _outside(block)
-        were_cut = error is not None and all(each._task == _task() and each._block not in outside for each in above)
+        outside, task = _outside(block), _task()
+        were_cut = error is not None and all(each._task == task and each._block not in outside for each in above)
         is_next = all(self in stack for stack in stacks) and (were_cut or not above)
         for state, stack in zip(self._states, stacks, strict=True):
             stays = stack[: stack.index(self)] if is_next else [each for each in stack if each is not self]

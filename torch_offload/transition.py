@@ -53,6 +53,8 @@ class PreparedOffload:
         self._left += self._plan.elsewhere
         self._left += [_kept(each, aim) for each in resident if not aim.is_to_go(each) and each.is_wanted(aim.away)]
         self._nbytes = [move.storage.nbytes() for move in moves]
+        away = [(each.entry, each) for each in self._plan.storages.values() if aim.is_to_go(each)]
+        self._away_already = [(entry, each.owned()) for entry, each in away if entry is not None]  # by whomever
         self._measured = Measured("offload", chosen, [each.storage.device for each in self._plan.storages.values()])
         try:
             _set_barriers(scope, aim.away)
@@ -78,9 +80,8 @@ class PreparedOffload:
         prepared, plan = self._taken()
         self._measured.resume()
         prepared.commit()
-        for each in plan.storages.values():
-            if each.entry is not None and self._aim.is_to_go(each):
-                each.entry.add_claims(each.owned())  # those that were away already, by whomever
+        for entry, claims in self._away_already:
+            entry.add_claims(claims)
         _settle(self._scope, self._aim.away)
         return self._measured.report(self._scope, plan, self._nbytes, prepared.copied_nbytes, self._left)
 
