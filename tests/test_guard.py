@@ -166,6 +166,7 @@ def test_errors_say_what_was_tried(device: str, model: nn.Module) -> None:
     with offloaded(model, device=device):
         for call, words in (
             (lambda: model[0].weight.T, "T needs"),
+            (lambda: model[0].weight.__cuda_array_interface__, "__cuda_array_interface__ needs"),
             (lambda: assign("data"), "setting data needs"),
             (lambda: assign("grad"), "setting grad needs"),
             (lambda: model.to("meta"), "moving or casting a module needs"),

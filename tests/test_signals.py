@@ -66,8 +66,9 @@ def test_all_signals_that_waited_are_handed_on_though_one_raises(handlers: list[
     assert handlers == [signal.SIGUSR1]
 
 
-@pytest.mark.parametrize("number", [signal.SIGUSR1, signal.SIGTERM, signal.SIGINT])
-def test_a_handler_that_reloads_runs_when_the_transition_is_over(number: int) -> None:
+@pytest.mark.parametrize("name", ["INT", "TERM", "HUP", "USR1", "USR2", "ALRM", "QUIT", "VTALRM", "PROF", "XCPU"])
+def test_a_handler_that_reloads_runs_when_the_transition_is_over(name: str) -> None:
+    number = getattr(signal, f"SIG{name}")
     model = nn.Linear(8, 8)
     portraits = [Portrait.of(p) for p in model.parameters()]
     off, seen = Offloader(model, device="cpu"), []

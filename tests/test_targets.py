@@ -603,6 +603,10 @@ def test_what_is_no_claim_is_named(device: str) -> None:
         def aliases(self):
             return ["weight"]
 
+    class Silent(PerParameterStrategy):
+        def leaves(self):
+            pass
+
     @dataclasses.dataclass
     class Unmade(Strategy):
         module: nn.Module
@@ -616,6 +620,7 @@ def test_what_is_no_claim_is_named(device: str) -> None:
         (Forgotten(model), r"Forgotten\.claims\(\) gave a NoneType, not a Claim"),
         (Numbered(model), r"Numbered\.claims\(\) gave a Claim with the name 3, no string"),
         (Named(model), r"Named\.aliases\(\) gave a str, not a tensor"),
+        (Silent(model), r"Silent\.leaves\(\) gave a NoneType, not a tensor"),
     ):
         with pytest.raises(UnsupportedTargetError, match=message):
             Offloader(strategy, device=device).offload()

@@ -303,7 +303,8 @@ def _claims(strategy: Strategy) -> list[Claim]:
 
 def _known(strategy: Strategy, what: str) -> list[torch.Tensor]:
     """The aliases or leaves that a strategy knows."""
-    tensors = list(getattr(strategy, what)())
+    given = getattr(strategy, what)()
+    tensors = list(given) if isinstance(given, Iterable) else [given]
     if wrong := [each for each in tensors if not isinstance(each, torch.Tensor)]:
         raise UnsupportedTargetError(f"{type(strategy).__name__}.{what}() gave a {type(wrong[0]).__name__}, not a tensor")
     return tensors

@@ -64,8 +64,9 @@ def is_metadata(func: Any, args: tuple[Any, ...]) -> bool:
 
 def described(func: Any) -> str:
     """What a call is, in the words of whoever made it."""
-    name = getattr(func, "__name__", str(func))
-    of = getattr(getattr(func, "__self__", None), "__name__", name)  # of a property: w.T, w.data = x
+    name: str = getattr(func, "__name__", str(func))
+    member = getattr(func, "__self__", None)  # the property: w.T, w.data = x
+    of: str = getattr(getattr(member, "fget", member), "__name__", name)
     return {
         "__get__": of,
         "__set__": f"setting {of}",
