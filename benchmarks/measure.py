@@ -71,7 +71,8 @@ def compare(
 
     Returns:
         For each way the medians in seconds and their rates in GB/s (1e9 bytes); beside a GPU host bytes for one byte (growth of
-        the resident set over the first offload), and device bytes that were left.
+        the resident set over a first offload; the least of all rounds, as whoever is first has CUDA load kernels once), and
+        device bytes that were left.
     """
     beside_gpu = torch.cuda.is_available()
     times: dict[str, dict[str, list[float]]] = {name: {"first": [], "offload": [], "reload": []} for name, _ in ways}
@@ -92,7 +93,7 @@ def compare(
         name: {
             **{f"{what}_s": statistics.median(each) for what, each in times[name].items()},
             **{f"{what}_gb_per_s": nbytes / statistics.median(each) / 1e9 for what, each in times[name].items()},
-            "host_bytes_per_byte": max(host[name]) if beside_gpu else None,
+            "host_bytes_per_byte": min(host[name]) if beside_gpu else None,
             "device_bytes_left": max(left[name]) if beside_gpu else None,
         }
         for name, _ in ways

@@ -99,7 +99,8 @@ def one_rank() -> Iterator[str | None]:
     except ImportError as error:
         yield f"{error}: python3 -m pip install -c constraints.txt -e '.[megatron]'"
         return
-    torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
+    backend = "nccl" if torch.cuda.is_available() else "gloo"  # gloo's coalesced collectives crash on tensors of a GPU
+    torch.distributed.init_process_group(backend, store=torch.distributed.HashStore(), rank=0, world_size=1)
     parallel_state.initialize_model_parallel()
     try:
         yield None
