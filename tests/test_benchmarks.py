@@ -39,6 +39,16 @@ def test_every_scenario_runs_and_results_merge(tmp_path: Path) -> None:
             assert way["offload_gb_per_s"] * way["offload_s"] == pytest.approx(found[scenario]["nbytes"] / 1e9)
 
 
+def test_the_readme_shows_what_the_result_file_holds() -> None:
+    found = json.loads((ROOT / "benchmarks" / "results" / "h200.json").read_text())
+    readme = " ".join((ROOT / "README.md").read_text().split("## How fast it is")[1].split())
+    assert " ".join(table(found).split()) in readme
+    assert f"one {found['machine']['device']} (torch {found['machine']['torch']})" in readme
+    pinned = found["flat buffer"]["ways"]["pin_memory=True buffers"]
+    assert f"at {pinned['host_bytes_per_byte']:.1f} times the host memory" in readme
+    assert "gradients, 22 % of its bytes" in readme  # 4 of 18 bytes a parameter
+
+
 def test_the_table_shows_what_was_measured() -> None:
     way = {"first_gb_per_s": 9.87, "offload_gb_per_s": 51.04, "reload_gb_per_s": 49.96, "host_bytes_per_byte": 1.004}
     way["device_bytes_left"] = 3 * 2**20
