@@ -44,10 +44,9 @@ def test_the_trainer_learns(device: str) -> None:
     assert "left" not in output
 
 
-@pytest.mark.parametrize("ranks", [1, 2])
-def test_ranks_train_as_if_nothing_had_moved(device: str, ranks: int) -> None:
-    if device == "cuda" and torch.cuda.device_count() < ranks:
-        pytest.skip(f"needs {ranks} GPUs; the same runs over gloo on the CPU")
+@pytest.mark.parametrize("at_most", [1, 2])
+def test_ranks_train_as_if_nothing_had_moved(device: str, at_most: int) -> None:
+    ranks = at_most if device == "cpu" else min(at_most, torch.cuda.device_count())  # NCCL wants a GPU for each
     command = ["-m", "torch.distributed.run", "--nproc-per-node", str(ranks), "examples/multi_rank.py"]
     output = output_of(*command, device=device)
     assert f"{ranks} ranks: losses and parameters are identical" in output
