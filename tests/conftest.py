@@ -34,7 +34,13 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     if "device" in metafunc.fixturenames:
         only = metafunc.config.getoption("--device")
         devices = [only] if only else ["cpu", *(["cuda"] if torch.cuda.is_available() else [])]
-        metafunc.parametrize("device", devices)
+        several = metafunc.definition.get_closest_marker("ranks")
+        if several is None:
+            metafunc.parametrize("device", devices)
+        else:  # NCCL wants a GPU for each rank
+            most = {"cpu": max(several.args), "cuda": torch.cuda.device_count()}
+            each = [(device, ranks) for device in devices for ranks in sorted({min(n, most[device]) for n in several.args})]
+            metafunc.parametrize(("device", "ranks"), each)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -43,9 +43,8 @@ def _rank(device: str) -> Iterator[None]:
         yield
 
 
-@pytest.mark.parametrize("at_most", [2, 4])
-def test_every_rank_trains_on_as_if_nothing_had_moved(device: str, at_most: int) -> None:
-    ranks = at_most if device == "cpu" else min(at_most, torch.cuda.device_count())  # NCCL wants a GPU for each
+@pytest.mark.ranks(2, 4)
+def test_every_rank_trains_on_as_if_nothing_had_moved(device: str, ranks: int) -> None:
     command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", str(ranks), fsdp2.__file__, device]
     environment = os.environ | {"PYTHONPATH": str(Path(__file__).parents[1]), "OMP_NUM_THREADS": "1"}
     environment |= {"CUDA_VISIBLE_DEVICES": ""} if device == "cpu" else {}
@@ -175,12 +174,14 @@ def test_which_strategy_takes_what(device: str) -> None:
 
 
 def test_other_wrappers_are_refused_with_a_reason() -> None:
-    for wrapper in (nn.parallel.DistributedDataParallel, FullyShardedDataParallel):
-        keywords = {"device_id": torch.device("cpu")} if wrapper is FullyShardedDataParallel else {}
-        with fsdp2.ranks("cpu", store=torch.distributed.HashStore(), rank=0, world_size=1), warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            made = wrapper(nn.Linear(2, 2), **keywords)
-        with pytest.raises(UnsupportedTargetError, match=rf"{wrapper.__name__} at 'its root'.*Nothing was touched"):
+    with fsdp2.ranks("cpu", store=torch.distributed.HashStore(), rank=0, world_size=1), warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        wrappers = [
+            nn.parallel.DistributedDataParallel(nn.Linear(2, 2)),
+            FullyShardedDataParallel(nn.Linear(2, 2), device_id=torch.device("cpu")),
+        ]
+    for made in wrappers:
+        with pytest.raises(UnsupportedTargetError, match=rf"{type(made).__name__} at 'its root'.*Nothing was touched"):
             Offloader(made, device="cpu")
 
 

@@ -9,7 +9,6 @@ import sys
 from pathlib import Path
 
 import pytest
-import torch
 
 pytest.importorskip("megatron.core")
 ROOT = Path(__file__).parents[1]
@@ -44,9 +43,8 @@ def test_the_trainer_learns(device: str) -> None:
     assert "left" not in output
 
 
-@pytest.mark.parametrize("at_most", [1, 2])
-def test_ranks_train_as_if_nothing_had_moved(device: str, at_most: int) -> None:
-    ranks = at_most if device == "cpu" else min(at_most, torch.cuda.device_count())  # NCCL wants a GPU for each
+@pytest.mark.ranks(1, 2)
+def test_ranks_train_as_if_nothing_had_moved(device: str, ranks: int) -> None:
     command = ["-m", "torch.distributed.run", "--nproc-per-node", str(ranks), "examples/multi_rank.py"]
     output = output_of(*command, device=device)
     assert f"{ranks} ranks: losses and parameters are identical" in output
